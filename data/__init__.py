@@ -1,0 +1,1 @@
+"""Data: prompts, the target's own answers, token rows with a loss mask, and target states."""

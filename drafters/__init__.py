@@ -1,0 +1,1 @@
+"""Drafters: one module set per architecture, used for training, decoding and export."""

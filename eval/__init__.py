@@ -1,0 +1,1 @@
+"""Evaluation: speculative decoding of what was exported, its metrics and the leaderboard."""

@@ -1,0 +1,392 @@
+"""Every knob of a run: typed, strict, with its unit and the reason for its default.
+
+Precedence is defaults < YAML file < dotted command line (`train.lr=1e-4`). A key that is not here,
+or a value of another type, is an error. Relative paths are relative to the working directory.
+No default is given for the model, the prompts and their number; other defaults are those of the
+published method, or the safe choice.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from recipes.errors import UserError
+from recipes.keys import apply_override, describe_errors
+from recipes.yaml_text import dump_yaml, parse_yaml
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys, wrong types, NaN and later changes are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class TargetSection(Section):
+    """The model whose text is to be generated faster."""
+
+    model: str = Field(
+        min_length=1,
+        description="hub id, local folder, embedded:smollm2-135m (carried by the demo extra) or "
+        "random:qwen3-tiny (random weights, for tests); no default: it decides everything",
+    )
+    revision: str | None = Field(
+        default=None, description="hub commit or tag; null = newest, recorded beside the artefacts"
+    )
+    dtype: Dtype = Field(
+        default="auto",
+        description="of the weights; auto = bfloat16 on CUDA and on CPUs that compute it "
+        "natively, else float32",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto = CUDA where there is one"
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="run Python code from the model's repository; off: not safe"
+    )
+
+
+class DataSection(Section):
+    """Prompts, the target's answers to them, and the rows made of both."""
+
+    sources: list[str] = Field(
+        min_length=1,
+        description="each one of: book (prompts composed here), magpie (the target writes them), a "
+        ".jsonl, .json or .parquet file, hub:ORG/NAME[:SPLIT]; no default",
+    )
+    num_prompts: Count = Field(description="conversations in all sources together; no default")
+    magpie_share: Share = Field(
+        default=0.0, description="share of num_prompts that the target writes itself (magpie)"
+    )
+    regenerate: bool = Field(
+        default=True,
+        description="the target answers again: a drafter learns the target's own text; false "
+        "keeps the answers of the source",
+    )
+    max_length: Count = Field(default=2048, description="tokens a row, as EAGLE-3; longer is cut")
+    max_prompt_tokens: Count = Field(default=1024, description="tokens; longer prompts are dropped")
+    max_new_tokens: Count = Field(default=1024, description="tokens an answer, at most")
+    batch_size: Count = Field(default=64, description="answers generated side by side")
+    max_minutes: Positive | None = Field(
+        default=None, description="minutes after which generation takes no new prompt; null = all"
+    )
+    greedy_share: Share = Field(
+        default=0.5, description="share of answers at temperature 0; both kinds are served later"
+    )
+    temperature: Positive = Field(default=0.7, description="of the sampled share; 0.7 is common")
+    top_p: TopP = Field(default=1.0, description="nucleus of the sampled share; 1 = off")
+    top_k: CountOrZero = Field(default=0, description="tokens kept, sampled share; 0 = off")
+    heldout_fraction: float = Field(
+        default=0.05, gt=0, lt=1, description="share of conversations kept out of training"
+    )
+    seed: int = Field(default=0, description="of prompts, sampling and the held-out split")
+    states: Literal["online", "cached"] = Field(
+        default="online",
+        description="target states: computed in each training step, or stored once on disk",
+    )
+    capture: Literal["generate", "pass"] = Field(
+        default="generate",
+        description="cached states: stored while answers are generated (nearly free), or in a "
+        "forward pass of their own",
+    )
+    states_dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="of cached states; bfloat16 halves the disk"
+    )
+    keep_truncated: bool = Field(
+        default=True, description="keep answers cut at max_new_tokens, without an end of turn"
+    )
+    min_supervised_share: Share = Field(
+        default=0.01, description="least share of supervised tokens in a row; fewer: row dropped"
+    )
+    decontaminate: list[str] = Field(
+        default=["mt_bench", "humaneval"],
+        description="tasks whose 8-grams must not occur in a training prompt; [] = off",
+    )
+    template_kwargs: dict[str, Any] = Field(
+        default={}, description="passed to the chat template, e.g. enable_thinking: false"
+    )
+    chat_template: Path | None = Field(
+        default=None, strict=False, description="Jinja file; null = the tokenizer's own template"
+    )
+
+    @field_validator("sources")
+    @classmethod
+    def _check_sources(cls, sources: list[str]) -> list[str]:
+        for source in sources:
+            is_file = source.endswith((".jsonl", ".json", ".parquet"))
+            is_hub = re.fullmatch(r"hub:[^:/\s]+/[^:/\s]+(:[^:\s]+)?", source)
+            if not (source in ("book", "magpie") or is_file or is_hub):
+                raise ValueError(
+                    f"{source!r} is no source; use book, magpie, a .jsonl, .json or .parquet "
+                    "file, or hub:ORG/NAME[:SPLIT]"
+                )
+        if len(set(sources)) < len(sources):
+            raise ValueError("a source stands twice")
+        return sources
+
+    @model_validator(mode="after")
+    def _check_fit(self) -> Self:
+        if self.max_prompt_tokens >= self.max_length:
+            raise ValueError(
+                f"max_prompt_tokens={self.max_prompt_tokens} leaves no room for an answer in "
+                f"max_length={self.max_length}"
+            )
+        if ("magpie" in self.sources) != (self.magpie_share > 0):
+            raise ValueError("magpie in sources and magpie_share > 0 belong together")
+        if self.sources == ["magpie"] and self.magpie_share < 1:
+            raise ValueError("magpie is the only source, so set magpie_share: 1.0")
+        if self.sources != ["magpie"] and self.magpie_share == 1:
+            raise ValueError("magpie_share: 1.0 leaves nothing to the other sources")
+        if self.states == "cached" and self.capture == "generate" and not self.regenerate:
+            raise ValueError(
+                "capture: generate needs regenerate: true; for answers of the source set "
+                "capture: pass"
+            )
+        return self
+
+
+class DrafterSection(Section):
+    """The architecture that is trained. Sizes that are null are the target's."""
+
+    method: Literal["eagle3"] = Field(default="eagle3", description="architecture")
+    num_layers: Count = Field(default=1, description="decoder layers, as EAGLE-3")
+    draft_vocab_size: Count | None = Field(
+        default=32000,
+        description="tokens the head knows, the most frequent ones; 32000 as EAGLE-3; null = all",
+    )
+    aux_layers: list[CountOrZero] | None = Field(
+        default=None,
+        min_length=1,
+        description="captured states: k = residual stream after k decoder layers; null = "
+        "[2, n//2, n-3] for n layers, as EAGLE-3",
+    )
+    init: Literal["random", "target"] = Field(
+        default="random", description="layer and fc: random as EAGLE-3, or from target (warm start)"
+    )
+    head_init: Literal["target", "random"] = Field(
+        default="target", description="head rows: the target's, which saves steps, or random"
+    )
+    train_head: bool = Field(default=True, description="train the head, as EAGLE-3, or freeze it")
+    norm_before_residual: bool = Field(
+        default=True, description="the residual carries the normed state (EAGLE-3.1 switch)"
+    )
+    norm_before_fc: bool = Field(
+        default=False, description="one norm over the joined states before fc (EAGLE-3.1 switch)"
+    )
+    fc_norm: bool = Field(
+        default=False, description="one norm a captured state before fc (EAGLE-3.1 switch)"
+    )
+    norm_output: bool = Field(
+        default=False, description="the next step reads the normed output (EAGLE-3.1 switch)"
+    )
+    hidden_size: Count | None = Field(default=None, description="width of the layer")
+    intermediate_size: Count | None = Field(default=None, description="width of the MLP")
+    num_attention_heads: Count | None = Field(default=None, description="query heads")
+    num_key_value_heads: Count | None = Field(default=None, description="key and value heads")
+
+    @model_validator(mode="after")
+    def _check_fit(self) -> Self:
+        if self.head_init == "random" and not self.train_head:
+            raise ValueError("train_head: false with head_init: random is a head that never learns")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm exclude each other; set one to false")
+        if self.aux_layers is not None and len(set(self.aux_layers)) < len(self.aux_layers):
+            raise ValueError(f"aux_layers holds a layer twice: {self.aux_layers}")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads and kv_heads and heads % kv_heads:
+            raise ValueError(f"num_attention_heads={heads} is no multiple of {kv_heads} kv heads")
+        if heads and self.hidden_size and self.hidden_size % heads:
+            raise ValueError(f"hidden_size={self.hidden_size} is no multiple of {heads} heads")
+        return self
+
+
+class LossSection(Section):
+    """What is minimised, over supervised positions only."""
+
+    name: Literal["kl", "ce", "tv", "lk_hybrid"] = Field(
+        default="kl", description="kl: forward KL, as EAGLE-3 up to a constant; ce: hard labels"
+    )
+    num_steps: Count = Field(default=7, description="drafting steps in training, as EAGLE-3")
+    step_decay: Positive = Field(default=0.8, description="weight of step k is step_decay^k")
+    renormalize: bool = Field(
+        default=True,
+        description="target over the draft vocabulary as EAGLE-3; false keeps the missing mass, so "
+        "alpha is the true acceptance",
+    )
+    lk_scale: Share = Field(default=1.0, description="lk_hybrid: s in KL share s*exp(-d*alpha)")
+    lk_decay: NotNegative = Field(default=3.0, description="lk_hybrid: d in the same formula")
+    chunk_size: Count = Field(default=512, description="positions a chunk of logits; memory only")
+
+
+class TrainSection(Section):
+    """Optimisation, checkpoints and validation."""
+
+    seed: int = Field(default=0, description="of weights and order of rows, as EAGLE-3")
+    epochs: Positive = Field(default=10.0, description="passes over the rows; fractions allowed")
+    max_steps: Count | None = Field(default=None, description="optimizer steps; null = by epochs")
+    max_minutes: Positive | None = Field(
+        default=None, description="minutes of training, schedule included; null = by epochs"
+    )
+    batch_tokens: Count | None = Field(
+        default=None, description="tokens a micro-batch and process; null = micro_batch_size rows"
+    )
+    micro_batch_size: Count = Field(default=1, description="rows a process, as EAGLE-3")
+    gradient_accumulation: Count = Field(default=1, description="micro-batches an optimizer step")
+    lr: Positive = Field(default=1e-4, description="peak learning rate, as SpecForge")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.95), strict=False, description="of AdamW, as EAGLE-3"
+    )
+    weight_decay: NotNegative = Field(default=0.0, description="of matrices, as EAGLE-3")
+    warmup_ratio: Share = Field(default=0.015, description="share of steps, as SpecForge")
+    min_lr_ratio: Share = Field(default=0.0, description="last / peak learning rate, cosine")
+    clip: Positive = Field(default=0.5, description="largest gradient norm, as EAGLE-3")
+    mixed_precision: Literal["no", "bf16"] = Field(
+        default="no", description="bf16 = autocast with float32 master weights"
+    )
+    save_every: CountOrZero = Field(default=500, description="steps; 0 = only at the end")
+    keep_checkpoints: Count = Field(default=2, description="newest ones kept, older ones deleted")
+    validate_every: CountOrZero = Field(default=0, description="steps; 0 = only at the end")
+    validate_prompts: CountOrZero = Field(
+        default=16, description="held-out prompts decoded speculatively; 0 = none"
+    )
+    validate_max_new_tokens: Count = Field(default=64, description="tokens a validation answer")
+    num_workers: CountOrZero = Field(default=0, description="loader processes; 0 = in this one")
+
+    @field_validator("betas")
+    @classmethod
+    def _check_betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"{betas} is not valid; each beta is at least 0 and below 1")
+        return betas
+
+
+class EvalSection(Section):
+    """Speculative decoding of the exported drafter, beside the target alone."""
+
+    tasks: list[str] = Field(
+        default=["mt_bench", "humaneval"],
+        min_length=1,
+        description="mt_bench, humaneval, gsm8k, heldout or a .jsonl file; NAME:N = first N prompts",
+    )
+    temperatures: list[NotNegative] = Field(
+        default=[0.0, 1.0], min_length=1, description="one result each; 0 = greedy"
+    )
+    top_p: TopP = Field(default=1.0, description="nucleus of target and drafter alike; 1 = off")
+    top_k: CountOrZero = Field(default=0, description="tokens kept, both alike; 0 = off")
+    draft_sampling: Literal["greedy", "sampled"] = Field(
+        default="greedy", description="how drafts are drawn at temperature > 0"
+    )
+    num_draft_tokens: Count = Field(default=4, description="tokens proposed a round")
+    max_new_tokens: Count = Field(default=128, description="tokens an answer, at most")
+    batch_size: Count = Field(default=1, description="prompts side by side; 1 = latency")
+    seed: int = Field(default=0, description="of the sampling")
+    drafters: list[Literal["drafter", "lookup", "lookup+drafter"]] = Field(
+        default=["drafter", "lookup", "lookup+drafter"],
+        min_length=1,
+        description="the trained one, n-gram lookup in the text so far, lookup where it hits",
+    )
+    lookup_min: Count = Field(default=2, description="tokens of the shortest n-gram")
+    lookup_max: Count = Field(default=4, description="tokens of the longest n-gram, tried first")
+    greedy_check_prompts: CountOrZero = Field(
+        default=8, description="prompts compared in float32 with the target alone; 0 = none"
+    )
+
+    @field_validator("tasks")
+    @classmethod
+    def _check_tasks(cls, tasks: list[str]) -> list[str]:
+        for task in tasks:
+            if not re.fullmatch(r"[^:]+(:[1-9][0-9]*)?", task):
+                raise ValueError(f"{task!r} is no task; write NAME or NAME:N with N >= 1")
+        return tasks
+
+    @model_validator(mode="after")
+    def _check_fit(self) -> Self:
+        if self.lookup_min > self.lookup_max:
+            raise ValueError(f"lookup_min={self.lookup_min} is above lookup_max={self.lookup_max}")
+        return self
+
+
+class ExportSection(Section):
+    """The folder that a serving engine loads."""
+
+    format: Literal["vllm", "speculators"] = Field(
+        default="vllm", description="vllm = plain HF EAGLE-3; speculators = its library's form"
+    )
+    dtype: Dtype = Field(default="auto", description="of the weights; auto = the target's")
+
+
+class LogSection(Section):
+    """Where numbers go, beside metrics.jsonl, which is always written."""
+
+    every: Count = Field(default=10, description="optimizer steps between two lines")
+    wandb: Literal["off", "offline", "online"] = Field(
+        default="off", description="off: nothing leaves the machine unasked"
+    )
+    project: str = Field(default="draftsmith", min_length=1, description="wandb project")
+    tensorboard: bool = Field(default=False, description="write event files beside metrics.jsonl")
+
+
+class Recipe(Section):
+    """One run: what `data/prepare.py`, `train/distill.py` and `eval/bench.py` read."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="folder name of the run; no default"
+    )
+    output_dir: Path = Field(
+        default=Path("outputs"), strict=False, description="parent folder of all runs"
+    )
+    target: TargetSection
+    data: DataSection
+    drafter: DrafterSection = DrafterSection()
+    loss: LossSection = LossSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    export: ExportSection = ExportSection()
+    log: LogSection = LogSection()
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder that holds everything this run writes."""
+        return self.output_dir / self.name
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe file and apply dotted overrides.
+
+    Args:
+        path: YAML file.
+        overrides: texts such as `train.lr=1e-4`; the value is read as YAML, the last one wins.
+
+    Raises:
+        UserError: missing file, unknown or ill-typed key, values that do not fit together.
+    """
+    path = Path(path)
+    if not path.is_file():
+        shipped = sorted(found.name for found in Path(__file__).parent.glob("*.yaml"))
+        raise UserError(f"recipe {path}: no such file; shipped recipes: {', '.join(shipped)}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"recipe {path}: not a UTF-8 text file") from error
+    values = parse_yaml(text, where=str(path))
+    if not isinstance(values, dict):
+        raise UserError(f"recipe {path}: expected sections such as target: and data:")
+    overridden = [apply_override(values, override, Recipe) for override in overrides or []]
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise UserError(describe_errors(error, Recipe, str(path), overridden)) from error
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Write the resolved recipe as YAML; `load_recipe` of it gives an equal recipe."""
+    return dump_yaml(recipe.model_dump(mode="json"))

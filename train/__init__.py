@@ -1,0 +1,1 @@
+"""Training: distillation of a drafter from its target, checkpoints and export."""
