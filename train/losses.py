@@ -1,0 +1,250 @@
+"""Distillation losses as pure functions, and the chunked head that applies them.
+
+Shape suffixes: N positions, D draft vocabulary, H hidden.
+
+Every loss takes (logits_ND, p_ND, labels_N, options), by position, and returns losses_N:
+  logits_ND  fp32 (or fp64) logits of the drafter over the draft vocabulary; q = softmax(logits)
+  p_ND       the target's probabilities of the same D tokens. A row sums to at most 1; what is
+             missing is the mass of the tokens that the draft vocabulary lacks (it is zero after
+             renormalisation)
+  labels_N   int64 index of the token that followed, within the draft vocabulary; -1 = that token is
+             not in it
+Nothing here averages: losses and metrics are sums over positions, divided once by their count after
+all micro-batches and ranks were added, so the result does not depend on how a batch is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+OUTSIDE = -1
+"""Label of a position whose token is not in the draft vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """What the losses can be told.
+
+    renormalize: the loss sees p / sum(p) over the draft vocabulary (EAGLE-3); False keeps the
+        missing mass.
+    lk_scale, lk_decay: lk_hybrid's weight of the KL part is lk_scale * exp(-lk_decay * alpha).
+    """
+
+    renormalize: bool = True
+    lk_scale: float = 1.0
+    lk_decay: float = 3.0
+
+
+def ce(logits_ND: Tensor, _p_ND: Tensor, labels_N: Tensor, _options: LossOptions) -> Tensor:
+    """Cross-entropy on the token that followed: -log q(x).
+
+    0 where x is outside the draft vocabulary. Use it when only the target's text is known, not its
+    distribution, or as the hard-label baseline.
+
+    Returns:
+        losses_N in nats.
+    Source: Medusa (arXiv 2401.10774), DFlash.
+    """
+    inside_N = labels_N != OUTSIDE
+    picked_N = logits_ND.gather(1, labels_N.clamp(min=0)[:, None]).squeeze(1)
+    return torch.where(inside_N, logits_ND.logsumexp(dim=1) - picked_N, 0.0)
+
+
+def kl(logits_ND: Tensor, p_ND: Tensor, _labels_N: Tensor, _options: LossOptions) -> Tensor:
+    """Forward KL divergence: sum_v p(v) log(p(v) / q(v)) over the draft vocabulary.
+
+    The default: strong gradients from the first step on. Differs from the soft cross-entropy of
+    EAGLE-3 by the entropy of p, which has no gradient. With missing mass (renormalize off) the sum
+    is not a divergence and may be negative; its gradient, sum(p) * q - p, is still right.
+
+    Returns:
+        losses_N in nats.
+    Source: EAGLE-3 (arXiv 2503.01840).
+    """
+    return (torch.xlogy(p_ND, p_ND) - p_ND * logits_ND.log_softmax(dim=1)).sum(dim=1)
+
+
+def tv(logits_ND: Tensor, p_ND: Tensor, _labels_N: Tensor, _options: LossOptions) -> Tensor:
+    """Total variation distance: 1 - sum_v min(p(v), q(v)).
+
+    The probability that a sampled draft is rejected, hence the exact objective; best late in
+    training: its gradient vanishes where p and q hardly overlap. (Half of the L1 distance when
+    p sums to 1; some code trains on the L1 distance, which is twice this.)
+
+    Returns:
+        losses_N in [0, 1].
+    Source: DistillSpec (arXiv 2310.08461); Leviathan et al. (arXiv 2211.17192) for the acceptance
+        probability.
+    """
+    return 1.0 - torch.minimum(p_ND, logits_ND.softmax(dim=1)).sum(dim=1)
+
+
+def lk_hybrid(logits_ND: Tensor, p_ND: Tensor, labels_N: Tensor, options: LossOptions) -> Tensor:
+    """KL turning into TV: lam * KL + (1 - lam) * TV.
+
+    lam = min(1, lk_scale * exp(-lk_decay * alpha)) with alpha = sum_v min(p(v), q(v)). Starts as KL
+    where the drafter is bad and ends as TV where it is good, position by position; no gradient
+    flows through lam. Use it when acceptance, not likelihood, is what counts and training is
+    long enough to reach it.
+
+    Returns:
+        losses_N.
+    Source: the LK losses of speculators (scale 1, decay 3) and SpecForge (kl_scale, kl_decay).
+    """
+    tv_N = tv(logits_ND, p_ND, labels_N, options)
+    alpha_N = 1.0 - tv_N.detach()
+    lam_N = (options.lk_scale * torch.exp(-options.lk_decay * alpha_N)).clamp(max=1.0)
+    return lam_N * kl(logits_ND, p_ND, labels_N, options) + (1.0 - lam_N) * tv_N
+
+
+LossFn = Callable[[Tensor, Tensor, Tensor, LossOptions], Tensor]
+LOSSES: dict[str, LossFn] = {"ce": ce, "kl": kl, "tv": tv, "lk_hybrid": lk_hybrid}
+
+Teacher = Callable[[slice], tuple[Tensor, Tensor]]
+"""rows -> (p_ND, labels_N) there: fp32 probabilities, not renormalised, and int64 labels."""
+
+STATS = ("num_positions", "loss_sum", "alpha_sum", "num_top1")
+
+
+def linear_loss(
+    hidden_NH: Tensor,
+    weight_DH: Tensor,
+    teacher: Teacher,
+    loss_fn: LossFn,
+    options: LossOptions,
+    chunk_size: int,
+    weights_N: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum of a loss over positions, with the drafter's head applied chunk by chunk.
+
+    Logits, probabilities and their gradients exist for one chunk of positions at a time; both
+    gradients are made in the forward pass and multiplied by the incoming scalar in the backward
+    pass. Equals the loss on all logits.
+
+    Args:
+        hidden_NH: inputs of the head at the supervised positions only. N = 0 gives a loss of
+            exactly 0 and zero gradients, so that every rank can call backward.
+        weight_DH: the head. When it needs no gradient, none is computed.
+        teacher: the target's side of a chunk; called once a chunk, without gradients. It returns
+            the probabilities *not* renormalised, so that alpha is the true one.
+        loss_fn: one of LOSSES.
+        options: see LossOptions.
+        chunk_size: positions a chunk, at least 1. Peak memory is a few times chunk_size * D * 4
+            bytes.
+        weights_N: factor of each position's loss, 1 where absent. Metrics do not use it.
+
+    Returns:
+        loss_sum: scalar (fp32; fp64 for fp64 inputs), differentiable once in hidden and weight.
+        stats: detached fp64 scalars, sums over the N positions: num_positions; loss_sum; alpha_sum,
+            of sum_v min(p, q) with the un-renormalised p; num_top1, positions where argmax q is the
+            label.
+
+    The matrix products run in autocast's dtype where autocast is on, else in the wider dtype of
+    hidden and weight.
+    """
+    assert chunk_size >= 1, chunk_size
+    device = hidden_NH.device.type
+    if torch.is_autocast_enabled(device):
+        matmul_dtype = torch.get_autocast_dtype(device)
+    else:
+        matmul_dtype = torch.promote_types(hidden_NH.dtype, weight_DH.dtype)
+    grad = torch.is_grad_enabled()
+    work = _Work(
+        teacher=teacher,
+        loss_fn=loss_fn,
+        options=options,
+        chunk_size=chunk_size,
+        weights_N=weights_N,
+        matmul_dtype=matmul_dtype,
+        hidden_grad=grad and hidden_NH.requires_grad,
+        weight_grad=grad and weight_DH.requires_grad,
+    )
+    loss_sum, stats = _LinearLoss.apply(hidden_NH, weight_DH, work)  # type: ignore[no-untyped-call]
+    return loss_sum, dict(zip(STATS, stats.unbind(), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """Everything of linear_loss that is not a differentiable input."""
+
+    teacher: Teacher
+    loss_fn: LossFn
+    options: LossOptions
+    chunk_size: int
+    weights_N: Tensor | None
+    matmul_dtype: torch.dtype
+    hidden_grad: bool
+    weight_grad: bool
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_DH: Tensor, work: _Work
+    ) -> tuple[Tensor, Tensor]:
+        num_positions = hidden_NH.shape[0]
+        loss_dtype = torch.promote_types(work.matmul_dtype, torch.float32)
+        head_DH = weight_DH.to(work.matmul_dtype)
+        d_hidden_NH = torch.zeros_like(hidden_NH) if work.hidden_grad else None
+        # The sum over chunks is kept in fp32 also where the products are bf16.
+        d_weight_DH = torch.zeros_like(weight_DH, dtype=loss_dtype) if work.weight_grad else None
+        stats = torch.zeros(len(STATS), dtype=torch.float64, device=hidden_NH.device)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            for start in range(0, num_positions, work.chunk_size):
+                rows = slice(start, min(start + work.chunk_size, num_positions))
+                inputs_CH = hidden_NH[rows].to(work.matmul_dtype)
+                d_logits_CD, sums = _chunk(work, rows, (inputs_CH @ head_DH.T).to(loss_dtype))
+                stats += sums
+                d_logits_CD = d_logits_CD.to(work.matmul_dtype)
+                if d_hidden_NH is not None:
+                    d_hidden_NH[rows] = d_logits_CD @ head_DH
+                if d_weight_DH is not None:
+                    d_weight_DH += d_logits_CD.T @ inputs_CH
+        ctx.save_for_backward(
+            d_hidden_NH, None if d_weight_DH is None else d_weight_DH.to(weight_DH.dtype)
+        )
+        ctx.mark_non_differentiable(stats)
+        return stats[STATS.index("loss_sum")].to(loss_dtype), stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_loss: Tensor, _d_stats: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        d_hidden_NH, d_weight_DH = ctx.saved_tensors
+        return (
+            None if d_hidden_NH is None else d_hidden_NH * d_loss.to(d_hidden_NH.dtype),
+            None if d_weight_DH is None else d_weight_DH * d_loss.to(d_weight_DH.dtype),
+            None,
+        )
+
+
+def _chunk(work: _Work, rows: slice, logits_CD: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of the chunk's loss in its logits, and its sums in the order of STATS."""
+    p_CD, labels_C = work.teacher(rows)
+    with torch.enable_grad():
+        logits_CD = logits_CD.detach().requires_grad_()
+        loss_p_CD = renormalize(p_CD) if work.options.renormalize else p_CD
+        losses_C = work.loss_fn(logits_CD, loss_p_CD, labels_C, work.options)
+        if work.weights_N is not None:
+            losses_C = losses_C * work.weights_N[rows]
+        loss = losses_C.sum()
+    need_grad = work.hidden_grad or work.weight_grad
+    d_logits_CD = torch.autograd.grad(loss, logits_CD)[0] if need_grad else logits_CD.detach()
+    logits_CD = logits_CD.detach()
+    num_top1 = (logits_CD.argmax(dim=1) == labels_C).sum()
+    alpha = torch.minimum(p_CD, logits_CD.softmax(dim=1)).sum()
+    num_positions = torch.full_like(loss, len(labels_C))
+    sums = torch.stack([x.detach().double() for x in (num_positions, loss, alpha, num_top1)])
+    return d_logits_CD, sums
+
+
+def renormalize(p_ND: Tensor) -> Tensor:
+    """Make p / sum(p) over the draft vocabulary; a row without any mass there stays zero."""
+    return p_ND / p_ND.sum(dim=1, keepdim=True).clamp(min=torch.finfo(p_ND.dtype).tiny)
