@@ -1,0 +1,75 @@
+"""Make a leaderboard (Markdown, JSON and one HTML page) from result records."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.files import read_json, write_json, write_text
+from eval.report import COLUMNS, ORDER, make_rows, make_samples, sort_rows, to_html, to_markdown
+from recipes.errors import UserError
+
+EXAMPLES = """examples:
+  python eval/leaderboard.py outputs/demo --out outputs/demo/report
+  python eval/leaderboard.py outputs/*/results --out report
+  python eval/leaderboard.py mine.json theirs.json --out compare
+
+RESULTS are record files, folders of them (*.json), or run folders (their results/ is read).
+DIR gets leaderboard.md, leaderboard.json and leaderboard.html, a page that needs no network."""
+
+
+def find_records(paths: list[Path]) -> list[Path]:
+    """The record files that the arguments name, each once; an earlier leaderboard.json is not one.
+
+    Raises:
+        UserError: a path does not exist, or a folder holds no record.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{path}: no such file or folder; name a result file or its folder")
+        if path.is_file():
+            found.append(path)
+            continue
+        folder = path / "results" if (path / "results").is_dir() else path
+        files = sorted(file for file in folder.glob("*.json") if file.name != "leaderboard.json")
+        if not files:
+            raise UserError(f"{folder}: no *.json result here; eval/bench.py writes them")
+        found += files
+    return list({file.resolve(): file for file in found}.values())
+
+
+def main() -> None:
+    """Read the records that the command line names, write the three views."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="made when missing")
+    arguments = parser.parse_args()
+
+    rows: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
+    for file in find_records(arguments.results):
+        record = read_json(file)
+        rows += make_rows(record, str(file))
+        samples += make_samples(record, str(file))
+    if not rows:
+        raise UserError("the results hold no task; run eval/bench.py with --tasks")
+    rows = sort_rows(rows)
+    definitions = {column.key: column.definition for column in COLUMNS}
+    board = {"schema": 1, "order": ORDER, "definitions": definitions, "rows": rows}
+    write_json(arguments.out / "leaderboard.json", board)
+    write_text(arguments.out / "leaderboard.md", to_markdown(rows))
+    write_text(arguments.out / "leaderboard.html", to_html(rows, samples))
+    print(f"{len(rows)} rows -> {arguments.out / 'leaderboard.html'}, .md and .json")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,238 @@
+"""The leaderboard: hand-written records in, a golden Markdown file and one offline page out."""
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.report import COLUMNS, make_rows, sort_rows, to_html, to_markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = Path(__file__).with_name("golden") / "leaderboard.md"
+
+
+def make_task(tau: float, speedup: float | None) -> dict[str, Any]:
+    accepted = round(100 * (tau - 1))
+    return {
+        "version": 1,
+        "num_prompts": 4,
+        "num_missing": 0,
+        "num_rounds": 100,
+        "num_proposed": 400,
+        "num_accepted": accepted,
+        "num_tokens": 100 + accepted,
+        "acceptance_rate": accepted / 400,
+        "acceptance_rate_tested": 0.5,
+        "alpha": 0.6125,
+        "mean_accepted": tau - 1,
+        "tau": tau,
+        "tau_ci95": [tau - 0.25, tau + 0.25],
+        "tau_mean_of_prompts": tau,
+        "survival": [0.6, 0.4, 0.25, 0.1],
+        "conditional": [0.6, 0.667, 0.625, 0.4],
+        "tokens_per_second": 40.0 * (speedup or 1),
+        "baseline_tokens_per_second": 40.0,
+        "speedup": speedup,
+        "speedup_ci95": None if speedup is None else [speedup - 0.125, speedup + 0.125],
+        "ms_per_round": {"draft": 8.0, "verify": 27.5, "other": 1.5},
+        "baseline_ms_per_token": 25.0,
+        "predicted_speedup": 1.5,
+        "predicted_from_alpha": None,
+    }
+
+
+def make_record(
+    drafter: str, temperature: float, mt_bench: dict[str, Any], humaneval: dict[str, Any]
+) -> dict[str, Any]:
+    greedy = temperature == 0
+    return {
+        "schema": 1,
+        "identity": {
+            "target": "tiny-target",
+            "target_revision": "r1",
+            "drafter": drafter,
+            "method": "lookup" if drafter == "lookup" else "eagle3",
+            "drafter_params": 1000,
+            "trained_tokens": 5000,
+            "commit": "abc1234",
+            "versions": {},
+            "hardware": "2 cores",
+        },
+        "settings": {
+            "engine": "torch",
+            "temperature": temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "draft_sampling": "greedy",
+            "verification": "token",
+            "num_draft_tokens": 4,
+            "batch_size": 1,
+            "dtype": "bfloat16",
+            "max_new_tokens": 64,
+        },
+        "tasks": {"mt_bench": mt_bench, "humaneval": humaneval},
+        "lossless": {
+            "greedy_identical": "25/25" if greedy else None,
+            "pit_p_value": None if greedy else 0.4375,
+            "pit_num_tokens": None if greedy else 10112,
+        },
+    }
+
+
+RECORDS = {
+    "head-t1.json": make_record("demo | head", 1.0, make_task(1.75, 1.25), make_task(2.0, 1.375)),
+    "head-t0.json": make_record("demo | head", 0.0, make_task(2.25, 1.5), make_task(2.5, 1.75)),
+    "lookup-t1.json": make_record("lookup", 1.0, make_task(1.25, None), make_task(1.5, 1.125)),
+    "lookup-t0.json": make_record("lookup", 0.0, make_task(1.5, 1.125), make_task(3.0, 2.5)),
+}
+SAMPLE = {
+    "prompt": "Say </script><b>hi</b>",
+    "rounds": [{"accepted": ["Hi", " there"], "rejected": [" you"], "next": "!"}],
+}
+
+
+def make_all(records: dict[str, dict[str, Any]] = RECORDS) -> list[dict[str, Any]]:
+    return sort_rows(row for name, record in records.items() for row in make_rows(record, name))
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "eval" / "leaderboard.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+
+
+def write_records(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for name, record in RECORDS.items():
+        (folder / name).write_text(json.dumps(record | {"samples": [SAMPLE]}))
+    return folder
+
+
+def blob_of(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found.group(1))
+
+
+def test_markdown_is_the_golden_file():
+    assert to_markdown(make_all()) == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_rows_are_sorted_by_task_temperature_and_falling_speedup():
+    order = [(r["task"], r["temperature"], r["drafter"], r["speedup"]) for r in make_all()]
+    assert order == [
+        ("humaneval", 0.0, "lookup", 2.5),
+        ("humaneval", 0.0, "demo | head", 1.75),
+        ("humaneval", 1.0, "demo | head", 1.375),
+        ("humaneval", 1.0, "lookup", 1.125),
+        ("mt_bench", 0.0, "demo | head", 1.5),
+        ("mt_bench", 0.0, "lookup", 1.125),
+        ("mt_bench", 1.0, "demo | head", 1.25),
+        ("mt_bench", 1.0, "lookup", None),
+    ]
+
+
+def test_none_prints_as_na():
+    task = make_task(2.0, None) | {"alpha": None, "tau_ci95": None, "acceptance_rate": None}
+    task |= {"ms_per_round": {"draft": None, "verify": 27.5, "other": None}, "survival": []}
+    record = make_record("lookup", 0.0, task, task)
+    del record["lossless"]
+    row = make_rows(record, "r.json")[0]
+    text = {column.key: column.text(row) for column in COLUMNS}
+    assert text["speedup"] == text["alpha"] == text["acceptance_rate"] == "n/a"
+    assert text["tau"] == "2.00"
+    assert text["ms_per_round"] == "n/a + 27.5 + n/a"
+    assert text["lossless"] == "greedy n/a, PIT p n/a"
+    assert blob_of(to_html([row], []))["rows"][0]["alpha"] is None
+
+
+def test_page_loads_nothing_and_holds_every_row():
+    page = to_html(make_all(), [{"label": "head", **SAMPLE}])
+    loads = re.findall(r"""(?:src|href|url|import)\s*[=(]?\s*["']?\s*(?:https?:)?//""", page)
+    assert loads == []
+    assert re.findall(r"https?://[^\s\"']+", page) == ["http://www.w3.org/2000/svg"]  # a namespace
+    assert re.search(r"<(link|img|iframe|script[^>]* src)\b", page) is None
+    blob = blob_of(page)
+    assert len(blob["rows"]) == 8
+    assert blob["samples"][0]["prompt"] == "Say </script><b>hi</b>"
+    assert page.count("</script>") == 2  # the data and the code: no text ended an element early
+    assert [column["title"] for column in blob["columns"]] == [column.title for column in COLUMNS]
+
+
+def test_script_writes_three_views_and_reads_its_own_folder_again(tmp_path: Path):
+    folder = write_records(tmp_path / "results")
+    for _ in range(2):  # the second time leaderboard.json lies among the results
+        done = run(tmp_path, folder / "head-t0.json", "--out", folder)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("8 rows -> ")
+    assert sorted(p.name for p in folder.glob("*leaderboard*")) == [
+        "leaderboard.html",
+        "leaderboard.json",
+        "leaderboard.md",
+    ]
+    board = json.loads((folder / "leaderboard.json").read_text())
+    assert board["rows"][0]["speedup"] == 2.5
+    labels = {s["label"] for s in blob_of((folder / "leaderboard.html").read_text())["samples"]}
+    assert "demo | head (eagle3), T=0, K=4" in labels
+
+
+def test_help_shows_examples():
+    done = run("--help")
+    assert done.returncode == 0
+    assert "python eval/leaderboard.py outputs/demo --out outputs/demo/report" in done.stdout
+
+
+def break_tau(record: dict[str, Any]) -> None:
+    record["tasks"]["mt_bench"]["tau"] = "fast"
+
+
+def drop_tau(record: dict[str, Any]) -> None:
+    del record["tasks"]["mt_bench"]["tau"]
+
+
+def drop_identity(record: dict[str, Any]) -> None:
+    del record["identity"]
+
+
+def drop_next(record: dict[str, Any]) -> None:
+    record["samples"] = [{"prompt": "p", "rounds": [{"accepted": [], "rejected": []}]}]
+
+
+@pytest.mark.parametrize(
+    ("damage", "key"),
+    [(break_tau, "tau"), (drop_tau, "tau"), (drop_identity, "identity"), (drop_next, "samples")],
+)
+def test_bad_record_is_one_line_and_exit_2(tmp_path: Path, damage: Any, key: str):
+    record = copy.deepcopy(RECORDS["head-t0.json"])
+    damage(record)
+    (tmp_path / "bad.json").write_text(json.dumps(record))
+    done = run(tmp_path / "bad.json", "--out", tmp_path / "report")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert "bad.json" in done.stderr
+    assert key in done.stderr
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "not valid JSON"), ("[]", "a JSON object"), ('{"schema": 2}', "schema")],
+)
+def test_file_that_is_no_record_is_named(tmp_path: Path, content: str, message: str):
+    (tmp_path / "odd.json").write_text(content)
+    done = run(tmp_path, "--out", tmp_path / "report")
+    assert done.returncode == 2
+    assert "odd.json" in done.stderr
+    assert message in done.stderr
+
+
+def test_empty_folder_and_missing_path_are_errors(tmp_path: Path):
+    for path, message in ((tmp_path, "no *.json result here"), (tmp_path / "x", "no such file")):
+        done = run(path, "--out", tmp_path / "report")
+        assert done.returncode == 2
+        assert message in done.stderr
