@@ -1,8 +1,8 @@
 """Verification: which proposed tokens are accepted and which token comes next.
 
 Pure functions of (p, q, proposal, uniforms): no model, no cache, no random state. Both rules
-leave the law of the emitted tokens equal to the target's for any drafter; the tests show it by
-exact enumeration. They ask four things of the caller:
+leave the law of the emitted tokens equal to the target's for any drafter (the tests enumerate
+the token rule in rational arithmetic, and draw from both). They ask four things of the caller:
     p is the target's *final* distribution (after temperature, top-k and top-p);
     q is the distribution that each proposed token was really drawn from;
     the uniforms are independent of each other and of those that drew the proposal;
