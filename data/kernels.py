@@ -1,0 +1,134 @@
+"""Two kernels that the frozen target runs on: cached attention and thin matrix products.
+
+Dimension letters: B rows, S new tokens, T places, N kv heads, G query heads a kv head, D head width.
+
+Both hang into the transformers model by its own extension points (an attention implementation by
+name, and a subclass of nn.Linear), so every architecture keeps its own modelling code.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from data.cache import KVCache
+from recipes.errors import UserError
+
+ATTENTION = "draftsmith"
+THIN_ROWS = 96  # up to here the transposed product won on every CPU measured (2 to 5 times at 2..8 rows)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    kv_cache: KVCache | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention of a transformers model, causal, over its own tokens or over a `KVCache`.
+
+    Args:
+        query: [B, N*G, S, D]; key, value: [B, N, S, D] of the new tokens.
+        attention_mask: ignored: rows are padded on the right, so causality is all there is.
+        kv_cache: the cache to append to and to read; None attends within the S tokens.
+
+    Returns:
+        [B, S, N*G, D] and None, as transformers expects.
+    """
+    if s_aux is not None:
+        raise UserError("this target uses attention sinks, which are not supported yet")
+    S = query.shape[2]
+    if kv_cache is None:
+        mask_BST = None
+        if sliding_window is not None and sliding_window < S:
+            ones_SS = torch.ones(S, S, dtype=torch.bool, device=query.device)
+            mask_BST = (ones_SS.tril() & ones_SS.triu(1 - sliding_window))[None]
+    else:
+        key, value = kv_cache.append(int(module.layer_idx), key, value)  # type: ignore[call-overload]
+        mask_BST = kv_cache.mask_BST(sliding_window)
+    if softcap is not None:
+        return _softcapped(query, key, value, mask_BST, scaling, softcap), None
+    if mask_BST is None:
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+    else:
+        out = masked_attention(query, key, value, mask_BST, scaling)
+    return out.transpose(1, 2), None
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask_BST: Tensor, scaling: float | None = None
+) -> Tensor:
+    """Grouped attention [B, N*G, S, D] under a mask; query heads that share a kv head become rows
+    of one product, so that no key is ever copied."""
+    B, heads, S, D = query.shape
+    N = key.shape[1]
+    G = heads // N
+    folded = query.reshape(B, N, G * S, D)
+    mask = mask_BST[:, None].expand(-1, G, -1, -1).reshape(mask_BST.shape[0], 1, G * S, -1)
+    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(B, heads, S, D)
+
+
+def _softcapped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask_BST: Tensor | None,
+    scaling: float | None,
+    softcap: float,
+) -> Tensor:
+    """Attention whose scores pass through cap * tanh(score / cap) (Gemma 2)."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask_BST is None:
+        S = query.shape[2]
+        mask_BST = torch.ones(1, S, S, dtype=torch.bool, device=query.device).tril()
+    scores = scores.masked_fill(~mask_BST[:, None], float("-inf"))
+    return torch.matmul(scores.float().softmax(-1).to(value.dtype), value).transpose(1, 2)
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+
+
+def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T for few rows of fp32 on a CPU: the product is taken from the other side.
+
+    A row-major weight against a handful of columns streams the weight once; the usual order packs
+    it first, which costs 2 to 5 times more at 2..8 rows. One row is padded to two for the same
+    reason. Elsewhere (many rows, bf16, CUDA) this is nn.functional.linear.
+    """
+    num_rows = x.numel() // x.shape[-1]
+    if x.dtype != torch.float32 or num_rows > THIN_ROWS or not x.is_cpu:
+        return F.linear(x, weight, bias)
+    rows = x.reshape(num_rows, x.shape[-1])
+    columns = rows.expand(2, -1) if num_rows == 1 else rows
+    out = torch.mm(weight, columns.t())[:, :num_rows].t()
+    if bias is not None:
+        out = out + bias
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+class ThinLinear(nn.Linear):
+    """nn.Linear of a frozen model that decodes a few rows at a time."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return thin_linear(input, self.weight, self.bias)
+
+
+def use_thin_linears(model: nn.Module) -> None:
+    """Turn every plain nn.Linear of a frozen model into a ThinLinear, in place."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = ThinLinear

@@ -1,0 +1,219 @@
+"""The frozen target model, defined once for data preparation, training and decoding.
+
+Dimension letters: B rows, S tokens, H hidden width, F captured width (number of layers x H),
+V vocabulary.
+
+Layer ids: `k` is the residual stream after k decoder layers: 0 = embeddings, n = after the last
+layer and *before* the final norm. (transformers' `hidden_states[k]` is the same for k < n, but its
+last entry has passed the final norm; that difference is why captured states come from hooks here.)
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from data import conversations, embedded
+from data.cache import KVCache
+from data.files import stable_hash
+from data.kernels import ATTENTION, thin_linear, use_thin_linears
+from recipes.errors import UserError
+from recipes.schema import TargetSection
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class TargetStates:
+    """What one forward pass leaves: hidden_BSH before the final norm, aux_BSF captured layers."""
+
+    hidden_BSH: Tensor
+    aux_BSF: Tensor
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that "auto" stands for, or the named one if it is there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("target.device is 'cuda', but torch sees no CUDA device; use 'auto'")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """bf16 where the hardware multiplies it (CUDA, CPUs with AVX512-BF16), else fp32.
+
+    Without those instructions a bf16 product on a CPU costs as much as its rows one by one, so
+    nothing would be gained from verifying several tokens in one pass.
+    """
+    if name != "auto":
+        return DTYPES[name]
+    native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+class Target:
+    """A causal language model that is only ever read."""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, revision: str
+    ) -> None:
+        self.model: Any = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name, self.revision = name, revision
+        self.config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        self.model.set_attn_implementation(ATTENTION)
+        use_thin_linears(model)
+        self.decoder: Any = self.model.get_decoder()
+        self.num_layers = len(self.decoder.layers)
+        self.hidden_size = int(self.config.hidden_size)
+        self.vocab_size = int(self.config.vocab_size)
+        self.eos_ids = conversations.eos_ids(self.model.generation_config, self.config, tokenizer)
+        self.pad_id = conversations.pad_token_id(tokenizer, self.eos_ids)
+        self._wanted: set[int] = set()
+        self._states: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.decoder.layers):
+            layer.register_forward_hook(self._hook(index + 1))
+        self.decoder.layers[0].register_forward_pre_hook(self._embedding_hook, with_kwargs=True)
+        fields = self.config.to_dict()
+        self._softcap = fields.get("final_logit_softcapping")
+        self._logit_scale = fields.get("logit_scale") or 1.0 / (fields.get("logits_scaling") or 1.0)
+        self._check_conventions()
+
+    @classmethod
+    def load(cls, section: TargetSection, dtype: str | None = None) -> "Target":
+        """Load `section.model` (embedded, folder or hub id); `dtype` overrides the section's."""
+        path = embedded.resolve(section.model)
+        device = resolve_device(section.device)
+        kind = resolve_dtype(dtype or section.dtype, device)
+        common = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, **common)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, **common)
+        except (OSError, ValueError) as error:
+            raise UserError(f"target.model {section.model!r} cannot be loaded: {error}") from error
+        conversations.check_tokenizer(tokenizer, int(model.config.get_text_config().vocab_size))
+        return cls(model.to(device), tokenizer, section.model, revision_of(path, model.config))
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_weight_VH.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_weight_VH.dtype
+
+    @property
+    def embed_weight_VH(self) -> Tensor:
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def head_weight_VH(self) -> Tensor:
+        """Rows of the output head (the embedding itself when the target ties them)."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+    def default_aux_layers(self) -> tuple[int, ...]:
+        """(2, n//2, n-3), the layers that vLLM reads when a checkpoint names none."""
+        n = self.num_layers
+        layers = (2, n // 2, n - 3)
+        if sorted(set(layers)) != list(layers):
+            raise UserError(
+                f"target {self.name} has {n} layers, too few for the default aux layers {layers}; "
+                f"name ascending distinct ones in drafter.aux_layers, each within 0..{n}"
+            )
+        return layers
+
+    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """An empty cache for `batch_size` rows of at most `max_length` tokens."""
+        kinds = set(self.config.to_dict().get("layer_types") or ["full_attention"])
+        if not kinds <= {"full_attention", "sliding_attention"}:
+            raise UserError(
+                f"target {self.name} has {sorted(kinds)} layers, whose state cannot be rolled back"
+            )
+        heads = int(self.config.num_attention_heads)
+        return KVCache(
+            self.num_layers,
+            batch_size,
+            max_length,
+            int(self.config.num_key_value_heads or heads),
+            int(self.config.to_dict().get("head_dim") or self.hidden_size // heads),
+            self.dtype,
+            self.device,
+        )
+
+    @torch.no_grad()
+    def forward(
+        self, ids_BS: Tensor, cache: KVCache | None = None, aux_layers: tuple[int, ...] = ()
+    ) -> TargetStates:
+        """Run the decoder over new tokens.
+
+        Args:
+            ids_BS: token ids; rows are padded on the right (what stands there has no effect on
+                what stands before it).
+            cache: appended to at each row's own length; the caller then calls `cache.advance`.
+            aux_layers: layer ids to capture, concatenated in this order.
+        """
+        kwargs: dict[str, Any] = {}
+        if cache is not None:
+            cache.begin(ids_BS.shape[1])
+            kwargs = {"position_ids": cache.positions_BS, "kv_cache": cache}
+        self._wanted = {*aux_layers, self.num_layers}
+        self.decoder(input_ids=ids_BS, use_cache=False, **kwargs)
+        states, self._states = self._states, {}
+        hidden_BSH = states[self.num_layers]
+        aux_BSF = (
+            torch.cat([states[k] for k in aux_layers], -1) if aux_layers else hidden_BSH[..., :0]
+        )
+        return TargetStates(hidden_BSH, aux_BSF)
+
+    @torch.no_grad()
+    def logits(self, hidden_H: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """fp32 logits [..., V] of states before the final norm; `token_ids` keeps only those."""
+        weight_VH = self.head_weight_VH if token_ids is None else self.head_weight_VH[token_ids]
+        logits = thin_linear(self.decoder.norm(hidden_H), weight_VH)
+        bias = self.model.get_output_embeddings().bias
+        if bias is not None:
+            logits = logits + (bias if token_ids is None else bias[token_ids])
+        logits = logits.float() * self._logit_scale
+        if self._softcap:
+            logits = self._softcap * torch.tanh(logits / self._softcap)
+        return logits
+
+    def _hook(self, k: int) -> Any:
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            if k in self._wanted:
+                self._states[k] = output if isinstance(output, Tensor) else output[0]
+
+        return keep
+
+    def _embedding_hook(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if 0 in self._wanted:
+            self._states[0] = args[0] if args else kwargs["hidden_states"]
+
+    def _check_conventions(self) -> None:
+        """Our states and head must give the model's own logits, or nothing later is right."""
+        ids_BS = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
+        with torch.no_grad():
+            expected = self.model(input_ids=ids_BS, use_cache=False).logits.float()
+        ours = self.logits(self.forward(ids_BS).hidden_BSH)
+        tolerance = (1e-4 if self.dtype == torch.float32 else 5e-2) * float(expected.abs().max())
+        worst = float((ours - expected).abs().max())
+        if not worst <= tolerance:
+            raise UserError(
+                f"target {self.name}: logits rebuilt from its last state differ from its own by "
+                f"{worst:.3g}; this architecture ({self.config.model_type}) scales its head in a "
+                "way that is not supported yet"
+            )
+
+
+def revision_of(path: str, config: Any) -> str:
+    """The hub commit, or a hash of a local folder's config and weight sizes."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return str(config._commit_hash)
+    sizes = {f.name: f.stat().st_size for f in sorted(folder.glob("*.safetensors"))}
+    return stable_hash([json.loads((folder / "config.json").read_text()), sizes])
