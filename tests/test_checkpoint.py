@@ -1,0 +1,188 @@
+"""A resumed run is the run that never stopped; a damaged checkpoint is never picked up."""
+
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+import train.checkpoint
+from recipes.errors import UserError
+from recipes.schema import Recipe
+from train.checkpoint import Progress, differences, folder, latest, load, save
+from train.optim import lr_factor, set_lr
+
+
+def make_recipe(tmp_path, **train):
+    return Recipe(
+        name="toy",
+        output_dir=tmp_path,
+        target={"model": "random:qwen3-tiny"},
+        data={"sources": ["book"], "num_prompts": 4},
+        train={"keep_checkpoints": 2, **train},
+    )
+
+
+class Run:
+    """A toy training run whose steps depend on weights, moments and every random state."""
+
+    def __init__(self, recipe, dtype=torch.float32):
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(0)
+        self.recipe = recipe
+        self.accelerator = Accelerator(cpu=True)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).to(dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        self.dtype = dtype
+        self.progress = Progress()
+        self.rates = []
+
+    def steps(self, num_steps):
+        for _ in range(num_steps):
+            self.rates.append(0.1 * lr_factor(self.progress.step, 10, 3, 0.1))
+            set_lr(self.optimizer, self.rates[-1])
+            x = torch.randn(3, 4).to(self.dtype) + random.random() + float(np.random.rand())
+            self.accelerator.backward(self.model(x).square().mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.progress.step += 1
+            self.progress.index += 1
+
+    def save(self):
+        return save(self.accelerator, self.recipe.run_dir, self.progress, self.recipe)
+
+    def load(self, path, recipe=None):
+        self.progress = load(self.accelerator, path, recipe or self.recipe)
+
+    def state(self):
+        """Weights, moments and step counters."""
+        moments = self.optimizer.state_dict()["state"].values()
+        return [*self.model.state_dict().values(), *(v for m in moments for v in m.values())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_p63_resume_is_bit_exact(tmp_path, dtype):
+    recipe = make_recipe(tmp_path)
+    straight = Run(recipe, dtype)
+    straight.steps(10)
+
+    first = Run(recipe, dtype)
+    first.steps(5)
+    first.progress.improve(1.7)
+    first.save()
+    resumed = Run(recipe, dtype)
+    torch.randn(7)  # whatever a fresh process draws before it loads
+    resumed.load(latest(recipe.run_dir))
+    assert resumed.progress == Progress(step=5, index=5, best=1.7, best_step=5)
+    resumed.steps(5)
+
+    assert all(torch.equal(a, b) for a, b in zip(straight.state(), resumed.state(), strict=True))
+    assert len(straight.state()) == 4 + 4 * 3  # weights; exp_avg, exp_avg_sq, step of each
+    assert straight.rates == first.rates + resumed.rates
+    # A worse later result does not replace the best.
+    assert not resumed.progress.improve(1.6)
+    assert not resumed.progress.improve(float("nan"))
+    assert (resumed.progress.best, resumed.progress.best_step) == (1.7, 5)
+    assert resumed.progress.improve(1.8)
+
+
+def test_saving_does_not_change_the_run(tmp_path):
+    recipe = make_recipe(tmp_path)
+    straight, saving = Run(recipe), Run(recipe)
+    for run in (straight, saving):
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(1)
+        for _ in range(4):
+            run.steps(1)
+            if run is saving:
+                run.save()
+    assert all(torch.equal(a, b) for a, b in zip(straight.state(), saving.state(), strict=True))
+
+
+def test_newest_are_kept_and_the_best(tmp_path):
+    run = Run(make_recipe(tmp_path))
+    for step in range(1, 13):
+        run.steps(1)
+        if step == 3:
+            run.progress.improve(2.0)
+        run.save()
+    names = sorted(path.name for path in (run.recipe.run_dir / "checkpoints").iterdir())
+    assert names == ["step-11", "step-12", "step-3"]
+    assert latest(run.recipe.run_dir).name == "step-12"  # by number, not by name
+
+
+def test_saving_the_same_step_again_replaces_it(tmp_path):
+    run = Run(make_recipe(tmp_path))
+    run.steps(1)
+    run.save()
+    run.progress.num_tokens = 7
+    path = run.save()
+    run.load(path)
+    assert run.progress.num_tokens == 7
+
+
+def test_half_written_checkpoint_is_never_picked_up(tmp_path, caplog, monkeypatch):
+    run = Run(make_recipe(tmp_path))
+    assert latest(run.recipe.run_dir) is None
+    run.steps(1)
+    good = run.save()
+    run.steps(1)
+
+    def killed(*_arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.checkpoint, "_write_state", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.save()
+    assert [path.name for path in good.parent.iterdir()] == ["step-1"]
+
+    bad = run.save()
+    weights = bad / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (good.parent / ".step-9.abc.tmp").mkdir()
+    folder(run.recipe.run_dir, 3).mkdir()  # without state.json
+    with caplog.at_level(logging.WARNING, logger="draftsmith"):
+        assert latest(run.recipe.run_dir) == good
+    assert "step-2 is not complete (model.safetensors has" in caplog.text
+    assert "step-3 is not complete" in caplog.text
+    with pytest.raises(UserError, match="not complete"):
+        run.load(bad)
+    weights.unlink()
+    assert latest(run.recipe.run_dir) == good
+
+
+def test_recipe_that_changes_the_result_is_refused(tmp_path):
+    run = Run(make_recipe(tmp_path))
+    run.steps(1)
+    path = run.save()
+    changed = make_recipe(tmp_path, lr=0.5, seed=3, save_every=7)
+    with pytest.raises(UserError) as caught:
+        run.load(path, changed)
+    message = str(caught.value)
+    assert "train.lr: 0.0001 -> 0.5; train.seed: 0 -> 3" in message
+    assert "save_every" not in message
+    run.load(path, make_recipe(tmp_path, save_every=7, keep_checkpoints=9, validate_prompts=1))
+
+
+def test_differences_name_added_and_removed_keys():
+    assert differences({"a": {"b": 1}, "c": [1]}, {"a": {"d": 2}, "c": [1]}) == [
+        "a.b: 1 -> absent",
+        "a.d: absent -> 2",
+    ]
+    assert differences({"log": {"every": 1}}, {"log": {"every": 2}, "name": "x"}) == []
+
+
+def test_other_number_of_processes_is_refused(tmp_path):
+    run = Run(make_recipe(tmp_path))
+    path = run.save()
+    state = json.loads((path / "state.json").read_text())
+    state["num_processes"] = 2
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match="made by 2 processes, this run has 1"):
+        run.load(path)

@@ -1,0 +1,351 @@
+"""Where a run's numbers go, and what it was: metrics, run record, progress bars."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from data.files import write_json, write_text
+from recipes.errors import UserError
+from recipes.schema import LogSection, Recipe
+
+logger = logging.getLogger("draftsmith")
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "deepspeed",
+    "datasets",
+    "safetensors",
+    "numpy",
+    "pydantic",
+)
+
+Value = float | int | str | list[float]
+
+
+class Sink(Protocol):
+    """A place beside metrics.jsonl."""
+
+    def write(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Take the numbers of one step."""
+
+    def close(self) -> None:
+        """Flush."""
+
+
+class MetricsLog:
+    """Numbers of a run: a line on the console, a line in metrics.jsonl, wandb and tensorboard.
+
+    Use it as a context manager. Each line of metrics.jsonl is a JSON object with step, time (Unix
+    seconds) and the metrics; a number that is not finite is null there, and spelt on the console.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        section: LogSection,
+        recipe: Recipe,
+        resume_step: int | None = None,
+        enabled: bool = True,
+    ) -> None:
+        """Open all places.
+
+        Args:
+            run_dir: everything is written under it.
+            section: which places there are.
+            recipe: shown beside the curves.
+            resume_step: step of the checkpoint that the run goes on from: later lines of
+                metrics.jsonl are dropped, they come again. None starts the file anew.
+            enabled: False on all ranks but the main one: every method does nothing.
+        """
+        self.enabled = enabled
+        self.sinks: list[Sink] = []
+        if not enabled:
+            return
+        self.path = run_dir / "metrics.jsonl"
+        kept = [] if resume_step is None else _lines_until(self.path, resume_step)
+        write_text(self.path, "".join(kept))
+        if section.wandb != "off":
+            self.sinks.append(WandbSink(run_dir, section, recipe, resume_step is not None))
+        if section.tensorboard:
+            self.sinks.append(TensorboardSink(run_dir, resume_step))
+
+    def log(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Write the metrics of one step everywhere."""
+        if not self.enabled:
+            return
+        logger.info("step %d  %s", step, "  ".join(f"{k} {_show(v)}" for k, v in metrics.items()))
+        line = {"step": step, "time": round(time.time(), 3)}
+        line |= {key: _json_value(value) for key, value in metrics.items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+        for sink in self.sinks:
+            sink.write(step, metrics)
+
+    def close(self) -> None:
+        """Flush and close all places."""
+        for sink in self.sinks:
+            sink.close()
+        self.sinks = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class WandbSink:
+    """Weights & Biases; its files lie in RUN/wandb. Offline mode uses no network."""
+
+    def __init__(self, run_dir: Path, section: LogSection, recipe: Recipe, resume: bool) -> None:
+        # Crash reports would be sent over the network even in offline mode.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                f"log.wandb={section.wandb} needs wandb: pip install wandb, or set log.wandb=off"
+            ) from error
+        id_file = run_dir / "wandb_run_id"
+        if not (resume and id_file.is_file()):
+            write_text(id_file, secrets.token_hex(4))
+        try:
+            self.run = wandb.init(
+                mode="offline" if section.wandb == "offline" else "online",
+                project=section.project,
+                name=recipe.name,
+                id=id_file.read_text(encoding="utf-8"),
+                resume="allow" if section.wandb == "online" else None,
+                dir=str(run_dir),
+                config=recipe.model_dump(mode="json"),
+                settings=wandb.Settings(silent=True, console="off", disable_git=True),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"wandb did not start: {error}. Log in with `wandb login`, or set log.wandb=offline"
+            ) from error
+
+    def write(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Queue the numbers; wandb sends them from a process of its own."""
+        self.run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self.run.finish()
+
+
+class TensorboardSink:
+    """Event files in RUN/tensorboard."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError(
+                "log.tensorboard=true needs tensorboard: pip install tensorboard, or set it false"
+            ) from error
+        purge_step = None if resume_step is None else resume_step + 1
+        self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+
+    def write(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Write scalars; a list becomes one curve an entry."""
+        for key, value in metrics.items():
+            if isinstance(value, list):
+                for index, entry in enumerate(value):
+                    self.writer.add_scalar(f"{key}/{index}", entry, step)
+            elif not isinstance(value, str):
+                self.writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        """Flush the event file."""
+        self.writer.close()
+
+
+def run_record(recipe: Recipe) -> dict[str, Any]:
+    """What was run, on what, with what: enough to run it again and to judge a difference."""
+    return {
+        "command": shlex.join(sys.argv),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "git": git_state(Path(__file__).resolve().parents[1]),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "hardware": _hardware(),
+        "num_processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "recipe": recipe.model_dump(mode="json"),
+    }
+
+
+def write_run_record(recipe: Recipe) -> Path:
+    """Write run_record to RUN/run.json."""
+    path = recipe.run_dir / "run.json"
+    write_json(path, run_record(recipe))
+    return path
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """Commit of a checkout, whether it was changed, and a hash of the change (None: no checkout).
+
+    diff_sha256 covers tracked files; num_untracked counts the others that git does not ignore.
+    """
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit is None:
+        return {"commit": None, "dirty": None, "diff_sha256": None, "num_untracked": None}
+    diff = _git(root, "diff", "HEAD") or ""
+    num_untracked = len((_git(root, "ls-files", "--others", "--exclude-standard") or "").split())
+    return {
+        "commit": commit.strip(),
+        "dirty": bool(diff) or num_untracked > 0,
+        "diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
+        "num_untracked": num_untracked,
+    }
+
+
+@contextmanager
+def progress(
+    total: int | None, description: str, log_seconds: float = 30.0
+) -> Iterator[Callable[[int], None]]:
+    """Yield a function that reports how many more units are done.
+
+    On a terminal a bar with the time left is drawn. Elsewhere (a file, CI) a plain log line comes
+    every log_seconds, and one at the end.
+
+    Args:
+        total: units of work; None = unknown.
+        description: a noun phrase, e.g. `answers`.
+        log_seconds: seconds between two log lines.
+    """
+    console = Console()
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(description, total=total)
+            yield lambda num: bar.advance(task, num)
+        return
+    lines = _ProgressLines(total, description, log_seconds)
+    yield lines.advance
+    if lines.num_shown != lines.num_done:
+        lines.show()
+
+
+class _ProgressLines:
+    def __init__(self, total: int | None, description: str, log_seconds: float) -> None:
+        self.total, self.description, self.log_seconds = total, description, log_seconds
+        self.num_done, self.num_shown = 0, -1
+        self.start = self.shown = time.monotonic()
+
+    def advance(self, num: int) -> None:
+        self.num_done += num
+        if time.monotonic() - self.shown >= self.log_seconds:
+            self.show()
+
+    def show(self) -> None:
+        self.shown, self.num_shown = time.monotonic(), self.num_done
+        of_total = "" if self.total is None else f"/{self.total}"
+        seconds = self.shown - self.start
+        logger.info("%s %d%s  %.0f s", self.description, self.num_done, of_total, seconds)
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """Lines of a metrics file up to a step; what a killed run left half-written is dropped."""
+    kept: list[str] = []
+    if not path.is_file():
+        return kept
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            whole = line.endswith("\n") and json.loads(line)["step"] <= step
+        except json.JSONDecodeError:
+            whole = False
+        if whole:
+            kept.append(line)
+    return kept
+
+
+def _show(value: Value) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return "[" + " ".join(_show(entry) for entry in value) + "]"
+    return str(value)
+
+
+def _json_value(value: Value) -> Any:
+    if isinstance(value, list):
+        return [_json_value(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=True, timeout=30
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _hardware() -> dict[str, Any]:
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    cpuinfo = Path("/proc/cpuinfo")
+    cpu = platform.processor() or platform.machine()
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                cpu = line.split(":", 1)[1].strip()
+                break
+    return {
+        "cpu": cpu,
+        "num_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpus": gpus,
+    }

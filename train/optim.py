@@ -1,0 +1,69 @@
+"""Parameter groups, AdamW, learning-rate schedule and clipping."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from recipes.schema import TrainSection
+
+
+def param_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Trainable parameters in two groups: matrices with decay; norms, biases and scales without.
+
+    A frozen parameter is in neither, so it gets no optimizer state.
+    """
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(module: nn.Module, section: TrainSection) -> torch.optim.AdamW:
+    """AdamW as the recipe says. The loop sets the rate before every step (lr_factor, set_lr)."""
+    return torch.optim.AdamW(
+        param_groups(module, section.weight_decay), lr=section.lr, betas=section.betas
+    )
+
+
+def lr_factor(step: float, num_steps: float, warmup_steps: float, min_ratio: float) -> float:
+    """Learning rate as a share of its peak: linear warm-up, then half a cosine to min_ratio.
+
+    Pure, so a resumed run has the rates of an uninterrupted one. Units are free: a run limited by
+    time may pass minutes instead of steps.
+
+    Args:
+        step: 0-based number of the optimizer step about to be made; past num_steps gives min_ratio.
+        num_steps: length of the run.
+        warmup_steps: length of the warm-up; step 0 already has a rate above 0, and the peak comes
+            at step warmup_steps - 1.
+        min_ratio: last / peak rate.
+    """
+    if step < warmup_steps:
+        return min(1.0, (step + 1) / warmup_steps)
+    share = (step - warmup_steps) / max(num_steps - warmup_steps, 1e-9)
+    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give all parameter groups this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip(accelerator: Accelerator, module: nn.Module, max_norm: float) -> float:
+    """Scale the gradients so that their total L2 norm is at most max_norm.
+
+    Call it once an optimizer step, when all micro-batches are in. Under DeepSpeed the engine clips
+    by its own configuration, and this only reports.
+
+    Returns:
+        The norm before clipping; not finite when a gradient is not.
+    """
+    norm: Tensor | float | None = accelerator.clip_grad_norm_(module.parameters(), max_norm)
+    return math.nan if norm is None else float(norm)
