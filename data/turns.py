@@ -19,7 +19,7 @@ Message = dict[str, Any]
 Render = Callable[[list[Message], bool], str]
 """(messages, add_generation_prompt) -> text; raises BadRow where the template refuses."""
 
-_EMPTY_THINK = re.compile(r"<think>\s*</think>\s*")  # put in by the template, written by nobody
+_EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\s*")  # put in by the template, written by nobody
 _OPEN_THINK = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _FILLER = re.compile(r"\s*(?:<think>\s*</think>\s*)?")
 _TAIL = 24  # characters of the generation prompt that must stand right before an answer

@@ -357,3 +357,14 @@ def test_span_mask_takes_whole_tokens_only():
 def test_append_answer_keeps_the_ids_and_cuts_both_lists():
     assert append_answer([5, 6], [7, 8, 2]) == ([5, 6, 7, 8, 2], [0, 0, 1, 1, 1])
     assert append_answer([5, 6], [7, 8, 2], max_length=4) == ([5, 6, 7, 8], [0, 0, 1, 1])
+
+
+def test_next_turns_mark_is_the_stop_token_where_no_other_is():
+    tokenizer = chat_tokenizer(SHORT)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<u>\n' + m.content if m.role == 'user' else "
+        "'<a>\n<think></think>\n' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
+    )
+    tokenizer.bos_token = None  # <u> opens no text here: the model itself stops with it
+    assert supervised(tokenizer, render(tokenizer, TWO_TURNS)) == ["beta<u>", "delta"]
