@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import json
 import logging
 import math
 import os
-import platform
 import secrets
 import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
-import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from typing_extensions import Self
 
 from data.files import write_json, write_text
+from data.progress import progress as progress  # part of this module's interface
+from data.provenance import ROOT, git_state, hardware, versions
 from recipes.errors import UserError
 from recipes.schema import LogSection, Recipe
 
 logger = logging.getLogger("draftsmith")
-
-PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "accelerate",
-    "deepspeed",
-    "datasets",
-    "safetensors",
-    "numpy",
-    "pydantic",
-)
 
 Value = float | int | str | list[float]
 
@@ -201,9 +177,9 @@ def run_record(recipe: Recipe) -> dict[str, Any]:
     return {
         "command": shlex.join(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "git": git_state(Path(__file__).resolve().parents[1]),
-        "versions": {"python": platform.python_version(), **_versions()},
-        "hardware": _hardware(),
+        "git": git_state(ROOT),
+        "versions": versions(),
+        "hardware": hardware(),
         "num_processes": int(os.environ.get("WORLD_SIZE", "1")),
         "recipe": recipe.model_dump(mode="json"),
     }
@@ -214,75 +190,6 @@ def write_run_record(recipe: Recipe) -> Path:
     path = recipe.run_dir / "run.json"
     write_json(path, run_record(recipe))
     return path
-
-
-def git_state(root: Path) -> dict[str, Any]:
-    """Commit of a checkout, whether it was changed, and a hash of the change (None: no checkout).
-
-    diff_sha256 covers tracked files; num_untracked counts the others that git does not ignore.
-    """
-    commit = _git(root, "rev-parse", "HEAD")
-    if commit is None:
-        return {"commit": None, "dirty": None, "diff_sha256": None, "num_untracked": None}
-    diff = _git(root, "diff", "HEAD") or ""
-    num_untracked = len((_git(root, "ls-files", "--others", "--exclude-standard") or "").split())
-    return {
-        "commit": commit.strip(),
-        "dirty": bool(diff) or num_untracked > 0,
-        "diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
-        "num_untracked": num_untracked,
-    }
-
-
-@contextmanager
-def progress(
-    total: int | None, description: str, log_seconds: float = 30.0
-) -> Iterator[Callable[[int], None]]:
-    """Yield a function that reports how many more units are done.
-
-    On a terminal a bar with the time left is drawn. Elsewhere (a file, CI) a plain log line comes
-    every log_seconds, and one at the end.
-
-    Args:
-        total: units of work; None = unknown.
-        description: a noun phrase, e.g. `answers`.
-        log_seconds: seconds between two log lines.
-    """
-    console = Console()
-    if console.is_terminal:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task(description, total=total)
-            yield lambda num: bar.advance(task, num)
-        return
-    lines = _ProgressLines(total, description, log_seconds)
-    yield lines.advance
-    if lines.num_shown != lines.num_done:
-        lines.show()
-
-
-class _ProgressLines:
-    def __init__(self, total: int | None, description: str, log_seconds: float) -> None:
-        self.total, self.description, self.log_seconds = total, description, log_seconds
-        self.num_done, self.num_shown = 0, -1
-        self.start = self.shown = time.monotonic()
-
-    def advance(self, num: int) -> None:
-        self.num_done += num
-        if time.monotonic() - self.shown >= self.log_seconds:
-            self.show()
-
-    def show(self) -> None:
-        self.shown, self.num_shown = time.monotonic(), self.num_done
-        of_total = "" if self.total is None else f"/{self.total}"
-        seconds = self.shown - self.start
-        logger.info("%s %d%s  %.0f s", self.description, self.num_done, of_total, seconds)
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
@@ -312,40 +219,3 @@ def _json_value(value: Value) -> Any:
     if isinstance(value, list):
         return [_json_value(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(root), *arguments]
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=True, timeout=30
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
-
-
-def _hardware() -> dict[str, Any]:
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    cpuinfo = Path("/proc/cpuinfo")
-    cpu = platform.processor() or platform.machine()
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                cpu = line.split(":", 1)[1].strip()
-                break
-    return {
-        "cpu": cpu,
-        "num_cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "gpus": gpus,
-    }

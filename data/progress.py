@@ -1,0 +1,69 @@
+"""Progress of long work: a bar on a terminal, plain lines in a log."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+logger = logging.getLogger("draftsmith")
+
+
+@contextmanager
+def progress(
+    total: int | None, description: str, log_seconds: float = 30.0
+) -> Iterator[Callable[[int], None]]:
+    """Yield a function that reports how many more units are done.
+
+    On a terminal a bar with the time left is drawn. Elsewhere (a file, CI) a plain log line comes
+    every log_seconds, and one at the end.
+
+    Args:
+        total: units of work; None = unknown.
+        description: a noun phrase, e.g. `answers`.
+        log_seconds: seconds between two log lines.
+    """
+    console = Console()
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(description, total=total)
+            yield lambda num: bar.advance(task, num)
+        return
+    lines = _ProgressLines(total, description, log_seconds)
+    yield lines.advance
+    if lines.num_shown != lines.num_done:
+        lines.show()
+
+
+class _ProgressLines:
+    def __init__(self, total: int | None, description: str, log_seconds: float) -> None:
+        self.total, self.description, self.log_seconds = total, description, log_seconds
+        self.num_done, self.num_shown = 0, -1
+        self.start = self.shown = time.monotonic()
+
+    def advance(self, num: int) -> None:
+        self.num_done += num
+        if time.monotonic() - self.shown >= self.log_seconds:
+            self.show()
+
+    def show(self) -> None:
+        self.shown, self.num_shown = time.monotonic(), self.num_done
+        of_total = "" if self.total is None else f"/{self.total}"
+        seconds = self.shown - self.start
+        logger.info("%s %d%s  %.0f s", self.description, self.num_done, of_total, seconds)
