@@ -11,9 +11,10 @@ last entry has passed the final norm; that difference is why captured states com
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -25,6 +26,13 @@ from recipes.errors import UserError
 from recipes.schema import TargetSection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class HeadRows(NamedTuple):
+    """Some rows of the target's output head."""
+
+    weight_DH: Tensor
+    bias_D: Tensor | None
 
 
 @dataclass
@@ -67,7 +75,13 @@ class Target:
         self.model.set_attn_implementation(ATTENTION)
         use_thin_linears(model)
         self.decoder: Any = self.model.get_decoder()
-        self.num_layers = len(self.decoder.layers)
+        try:
+            self.num_layers, _ = len(self.decoder.layers), self.decoder.norm
+        except AttributeError as error:
+            raise UserError(
+                f"target {name}: architecture {self.config.model_type} is not supported: "
+                f"no layers and final norm where Llama, Qwen and Gemma have them ({error})"
+            ) from error
         self.hidden_size = int(self.config.hidden_size)
         self.vocab_size = int(self.config.vocab_size)
         self.eos_ids = conversations.eos_ids(self.model.generation_config, self.config, tokenizer)
@@ -91,9 +105,17 @@ class Target:
         common = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **common)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, **common)
-        except (OSError, ValueError) as error:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=kind, output_loading_info=True, **common
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise UserError(f"target.model {section.model!r} cannot be loaded: {error}") from error
+        model, report = loaded
+        if missing := sorted(report["missing_keys"]):  # random numbers stand there now
+            raise UserError(
+                f"target.model {section.model!r} cannot be loaded: {len(missing)} weights that its "
+                f"config asks for are missing, such as {missing[0]}"
+            )
         conversations.check_tokenizer(tokenizer, int(model.config.get_text_config().vocab_size))
         return cls(model.to(device), tokenizer, section.model, revision_of(path, model.config))
 
@@ -170,14 +192,17 @@ class Target:
         )
         return TargetStates(hidden_BSH, aux_BSF)
 
-    @torch.no_grad()
-    def logits(self, hidden_H: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """fp32 logits [..., V] of states before the final norm; `token_ids` keeps only those."""
-        weight_VH = self.head_weight_VH if token_ids is None else self.head_weight_VH[token_ids]
-        logits = thin_linear(self.decoder.norm(hidden_H), weight_VH)
+    def head_rows(self, token_ids: Tensor) -> "HeadRows":
+        """The rows of the output head that belong to some tokens, for `logits`."""
         bias = self.model.get_output_embeddings().bias
-        if bias is not None:
-            logits = logits + (bias if token_ids is None else bias[token_ids])
+        return HeadRows(self.head_weight_VH[token_ids], None if bias is None else bias[token_ids])
+
+    @torch.no_grad()
+    def logits(self, hidden_H: Tensor, rows: "HeadRows | None" = None) -> Tensor:
+        """fp32 logits [..., V] of states before the final norm, or of some tokens only."""
+        if rows is None:
+            rows = HeadRows(self.head_weight_VH, self.model.get_output_embeddings().bias)
+        logits = thin_linear(self.decoder.norm(hidden_H), rows.weight_DH, rows.bias_D)
         logits = logits.float() * self._logit_scale
         if self._softcap:
             logits = self._softcap * torch.tanh(logits / self._softcap)
@@ -196,6 +221,7 @@ class Target:
 
     def _check_conventions(self) -> None:
         """Our states and head must give the model's own logits, or nothing later is right."""
+        cache = self.new_cache(1, 8)
         ids_BS = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
         with torch.no_grad():
             expected = self.model(input_ids=ids_BS, use_cache=False).logits.float()
@@ -207,6 +233,16 @@ class Target:
                 f"target {self.name}: logits rebuilt from its last state differ from its own by "
                 f"{worst:.3g}; this architecture ({self.config.model_type}) scales its head in a "
                 "way that is not supported yet"
+            )
+        for part_BS in ids_BS.split(4, 1):
+            cached = self.logits(self.forward(part_BS, cache).hidden_BSH)
+            cache.advance(4)
+        worst = float((cached - expected[:, 4:]).abs().max())
+        if not worst <= tolerance:
+            raise UserError(
+                f"target {self.name}: logits computed over a cache differ from its own by "
+                f"{worst:.3g}; the attention of this architecture ({self.config.model_type}) is "
+                "not supported yet"
             )
 
 
