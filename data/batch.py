@@ -14,6 +14,7 @@ A Batch:
   lse_BS     fp32    logsumexp of the target's full-vocabulary logits there, so that exp(logit -
                      lse) is a probability also where only the draft vocabulary's logits are
                      computed (cached states only, may be absent)
+  argmax_BS  int32   the target's most likely next token there (beside lse_BS)
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class States:
     aux_SF: Tensor
     hidden_SH: Tensor
     lse_S: Tensor | None = None
+    argmax_S: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ class Batch:
     aux_BSF: Tensor | None = None
     hidden_BSH: Tensor | None = None
     lse_BS: Tensor | None = None
+    argmax_BS: Tensor | None = None
 
     @property
     def valid_BS(self) -> Tensor:
@@ -83,6 +86,7 @@ class Batch:
             aux_BSF=move(self.aux_BSF),
             hidden_BSH=move(self.hidden_BSH),
             lse_BS=move(self.lse_BS),
+            argmax_BS=move(self.argmax_BS),
         )
 
 
@@ -95,6 +99,8 @@ def collate(rows: Sequence[Row], pad_id: int = 0) -> Batch:
     assert len(states) in (0, len(rows)), "some rows have cached states and some have none"
     lse = [state.lse_S for state in states if state.lse_S is not None]
     assert len(lse) in (0, len(states)), "some rows have a cached lse and some have none"
+    argmax = [state.argmax_S for state in states if state.argmax_S is not None]
+    assert len(argmax) in (0, len(lse)), "some rows have a cached argmax and some have none"
     return Batch(
         row_ids=[row.id for row in rows],
         ids_BS=_pad([row.ids_S for row in rows], pad_id),
@@ -103,6 +109,7 @@ def collate(rows: Sequence[Row], pad_id: int = 0) -> Batch:
         aux_BSF=_pad([state.aux_SF for state in states], 0.0) if states else None,
         hidden_BSH=_pad([state.hidden_SH for state in states], 0.0) if states else None,
         lse_BS=_pad(lse, 0.0) if lse else None,
+        argmax_BS=_pad(argmax, 0) if argmax else None,
     )
 
 
@@ -122,8 +129,12 @@ def stand_in(row: Row) -> Row:
     head = slice(0, STAND_IN_TOKENS)
     states = row.states
     if states is not None:
-        lse_S = None if states.lse_S is None else states.lse_S[head]
-        states = States(aux_SF=states.aux_SF[head], hidden_SH=states.hidden_SH[head], lse_S=lse_S)
+        states = States(
+            aux_SF=states.aux_SF[head],
+            hidden_SH=states.hidden_SH[head],
+            lse_S=None if states.lse_S is None else states.lse_S[head],
+            argmax_S=None if states.argmax_S is None else states.argmax_S[head],
+        )
     mask_S = torch.zeros_like(row.mask_S[head])
     return Row(id="stand-in", ids_S=row.ids_S[head], mask_S=mask_S, states=states)
 

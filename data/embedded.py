@@ -48,7 +48,9 @@ def resolve(model: str) -> str:
             builders[model](folder)
         return str(folder)
     if model.startswith(("embedded:", "random:")):
-        raise UserError(f"target.model {model!r} is unknown; these come along: {', '.join(builders)}")
+        raise UserError(
+            f"target.model {model!r} is unknown; these come along: {', '.join(builders)}"
+        )
     is_path = model.startswith((".", "/", "~")) or model.count("/") != 1
     if is_path and not Path(model).expanduser().is_dir():
         raise UserError(f"target.model {model!r}: no such folder (a hub id has the form ORG/NAME)")
@@ -101,7 +103,7 @@ def _random_qwen3(folder: Path) -> None:
         vocab_size=264,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=6,
+        num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

@@ -15,7 +15,9 @@ from data.cache import KVCache
 from recipes.errors import UserError
 
 ATTENTION = "draftsmith"
-THIN_ROWS = 96  # up to here the transposed product won on every CPU measured (2 to 5 times at 2..8 rows)
+THIN_ROWS = (
+    96  # up to here the transposed product won on every CPU measured (2 to 5 times at 2..8 rows)
+)
 
 
 def attend(
@@ -67,7 +69,8 @@ def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask_BST: Tensor, scaling: float | None = None
 ) -> Tensor:
     """Grouped attention [B, N*G, S, D] under a mask; query heads that share a kv head become rows
-    of one product, so that no key is ever copied."""
+    of one product, so that no key is ever copied.
+    """
     B, heads, S, D = query.shape
     N = key.shape[1]
     G = heads // N

@@ -1,6 +1,7 @@
 """Progress of long work: a bar on a terminal, plain lines in a log."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,15 @@ from rich.progress import (
 )
 
 logger = logging.getLogger("draftsmith")
+
+
+def log_to_stderr(enabled: bool = True) -> None:
+    """Show the project's log lines (for scripts); `enabled` is False on all ranks but the main."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logger.handlers = [handler] if enabled else [logging.NullHandler()]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 @contextmanager

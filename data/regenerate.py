@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data.batch import States
@@ -51,18 +50,26 @@ class Answer:
 class _Places:
     """The B rows of the running batch: cache, captured states and who sits where."""
 
-    def __init__(self, target: Target, size: int, length: int, capture: tuple[int, ...] | None):
-        self.target, self.size, self.length, self.capture = target, size, length, capture
+    def __init__(
+        self,
+        target: Target,
+        size: int,
+        length: int,
+        capture: tuple[int, ...] | None,
+        capture_dtype: torch.dtype,
+    ) -> None:
+        self.target, self.size, self.length = target, size, length
+        self.capture, self.capture_dtype = capture, capture_dtype
         self.cache = target.new_cache(size, length)
         self.answers: list[Answer | None] = [None] * size
         self.generators: list[torch.Generator | None] = [None] * size
         self.last_B = torch.zeros(size, dtype=torch.int64, device=target.device)
         if capture is not None:
             H = target.hidden_size
-            keep = torch.bfloat16 if target.dtype == torch.float32 else target.dtype
-            self.aux_BTF = torch.zeros(size, length, len(capture) * H, dtype=keep)
-            self.hidden_BTH = torch.zeros(size, length, H, dtype=keep)
+            self.aux_BTF = torch.zeros(size, length, len(capture) * H, dtype=capture_dtype)
+            self.hidden_BTH = torch.zeros(size, length, H, dtype=capture_dtype)
             self.lse_BT = torch.zeros(size, length)
+            self.argmax_BT = torch.zeros(size, length, dtype=torch.int32)
 
     def free(self) -> list[int]:
         return [b for b, answer in enumerate(self.answers) if answer is None]
@@ -88,7 +95,8 @@ class _Places:
                 self.aux_BTF[place, :n] = states.aux_BSF[i, :n].to("cpu")
                 self.hidden_BTH[place, :n] = states.hidden_BSH[i, :n].to("cpu")
         last = TargetStates(
-            states.hidden_BSH[rows, lengths - 1][:, None], states.aux_BSF[rows, lengths - 1][:, None]
+            states.hidden_BSH[rows, lengths - 1][:, None],
+            states.aux_BSF[rows, lengths - 1][:, None],
         )
         self.draw(places, last, (lengths - 1).tolist())
 
@@ -114,13 +122,18 @@ class _Places:
         ids = logits_BV.argmax(-1)
         requests = [self._answer(b).request for b in places]
         drawn = [i for i, r in enumerate(requests) if r.temperature > 0]
-        for setting in {(requests[i].temperature, requests[i].top_k, requests[i].top_p) for i in drawn}:
+        for setting in {
+            (requests[i].temperature, requests[i].top_k, requests[i].top_p) for i in drawn
+        }:
             temperature, top_k, top_p = setting
             rows = [
-                i for i in drawn
+                i
+                for i in drawn
                 if (requests[i].temperature, requests[i].top_k, requests[i].top_p) == setting
-            ]  # fmt: skip
-            uniforms = torch.cat([torch.rand(1, generator=self.generators[places[i]]) for i in rows])
+            ]
+            uniforms = torch.cat(
+                [torch.rand(1, generator=self.generators[places[i]]) for i in rows]
+            )
             probs = final_probs(logits_BV[rows], temperature, top_k, top_p, "target logits")
             ids[rows] = sample(probs, uniforms.to(probs.device))
         if self.capture is not None:
@@ -128,6 +141,7 @@ class _Places:
             self.aux_BTF[at] = states.aux_BSF[:, 0].to("cpu", self.aux_BTF.dtype)
             self.hidden_BTH[at] = states.hidden_BSH[:, 0].to("cpu", self.hidden_BTH.dtype)
             self.lse_BT[at] = logits_BV.logsumexp(-1).to("cpu")
+            self.argmax_BT[at] = logits_BV.argmax(-1).to("cpu", torch.int32)
         self.last_B[places] = ids
         for place, token in zip(places, ids.tolist(), strict=True):
             answer = self._answer(place)
@@ -157,6 +171,7 @@ class _Places:
                     aux_SF=self.aux_BTF[place, :n].clone(),
                     hidden_SH=self.hidden_BTH[place, :n].clone(),
                     lse_S=self.lse_BT[place, :n].clone(),
+                    argmax_S=self.argmax_BT[place, :n].clone(),
                 )
             self.answers[place] = None
             self.cache.lengths_B[place] = 0
@@ -165,8 +180,9 @@ class _Places:
     def shrink(self) -> "_Places":
         """Half the places, once no more requests come and no more than half are taken."""
         keep = [b for b, answer in enumerate(self.answers) if answer is not None]
-        small = _Places(self.target, len(keep), self.length, self.capture)
-        for name in ("last_B", "aux_BTF", "hidden_BTH", "lse_BT")[: 4 if self.capture else 1]:
+        small = _Places(self.target, len(keep), self.length, self.capture, self.capture_dtype)
+        captured = ("aux_BTF", "hidden_BTH", "lse_BT", "argmax_BT")
+        for name in ("last_B", *(() if self.capture is None else captured)):
             setattr(small, name, getattr(self, name)[keep])
         small.answers = [self.answers[b] for b in keep]
         small.generators = [self.generators[b] for b in keep]
@@ -184,6 +200,7 @@ def generate(
     batch_size: int,
     max_length: int,
     capture: tuple[int, ...] | None = None,
+    capture_dtype: torch.dtype = torch.bfloat16,
     stop_taking: Callable[[], bool] = lambda: False,
 ) -> Iterator[Answer]:
     """Answers in the order in which they finish.
@@ -193,11 +210,12 @@ def generate(
         batch_size: places side by side.
         capture: layer ids whose states are kept (with the last state and the logsumexp of the
             logits); None keeps nothing.
+        capture_dtype: of the kept states (the logsumexp is always fp32).
         stop_taking: asked before a new request is taken; once true, the running ones finish and
             the rest is left.
     """
     queue = iter(requests)
-    places = _Places(target, batch_size, max_length, capture)
+    places = _Places(target, batch_size, max_length, capture, capture_dtype)
     more = True
     while True:
         free = places.free()
@@ -225,7 +243,8 @@ def generate(
 
 def magpie_prefix(target: Target, template_kwargs: dict[str, object] | None = None) -> list[int]:
     """Ids of the template up to where a user's words begin; continued by the target, they become
-    a user's message (Magpie, Xu et al. 2406.08464)."""
+    a user's message (Magpie, Xu et al. 2406.08464).
+    """
     marker = "\u2603mark\u2603"
     text = target.tokenizer.apply_chat_template(
         [{"role": "user", "content": marker}], tokenize=False, **(template_kwargs or {})

@@ -8,6 +8,7 @@ one, which is the first input of the next round.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -65,7 +66,10 @@ class Decoded:
 
 @dataclass
 class Seconds:
-    """Wall time of a decode: prefill apart; draft + verify + other make up the rounds."""
+    """Wall time of a decode: prefill apart; draft + verify + other make up the rounds.
+
+    What is only measured, not needed to decode (alpha, PIT), is on no clock.
+    """
 
     prefill: float = 0.0
     draft: float = 0.0
@@ -80,7 +84,8 @@ class Seconds:
 class _Clock:
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.last = time.perf_counter()
+        self.last = 0.0
+        self.lap()  # what was queued before is not ours
 
     def lap(self) -> float:
         if self.cuda:
@@ -115,15 +120,23 @@ def decode(
     drafter: DecodingDrafter | None,
     prompts: list[list[int]],
     settings: DecodeSettings,
+    indices: Sequence[int] | None = None,
 ) -> tuple[list[Decoded], Seconds]:
     """Answer a batch of prompts (token ids); rows keep their own lengths and random numbers.
+
+    Args:
+        indices: a number for each prompt, which with settings.seed seeds its random numbers, so
+            that they do not depend on the batch it is in. None = its place in the batch.
 
     With temperature 0 in fp32 the tokens equal those of `drafter=None`; with a temperature their
     law does.
     """
     B, device, sampling, most = len(prompts), target.device, settings.sampling, settings.num_draft
     rows, seconds = [Decoded() for _ in prompts], Seconds()
-    generators = [torch.Generator().manual_seed(settings.seed * 1_000_003 + b) for b in range(B)]
+    generators = [
+        torch.Generator().manual_seed(settings.seed * 1_000_003 + i)
+        for i in (range(B) if indices is None else indices)
+    ]
     lengths_B = torch.tensor([len(p) for p in prompts], device=device)
     max_length = int(lengths_B.max()) + settings.max_new_tokens + settings.num_draft + 1
     rows_B = torch.arange(B, device=device)
@@ -202,68 +215,80 @@ def decode(
             draws[:, 2 * most],
         )
 
-        # Commit.
+        # Commit what belongs to the answer: nothing behind a stop is counted or left in a cache.
         last_B = verdict.next_token_B
-        accepted_B = verdict.num_accepted_B
         emitted_BS = torch.cat([proposal.tokens_BK, last_B[:, None]], 1)
-        emitted_BS[rows_B, accepted_B] = last_B
-        active_B = torch.tensor([not r.finish for r in rows], device=device)
-        _record(rows, emitted_BS, proposal, verdict.num_accepted_B, p_BSV, settings, target)
-        if sampling.temperature > 0:
-            _record_pit(rows, emitted_BS, p_BSV, draws[:, 2 * most + 1 :], active_B)
-        committed_B = (accepted_B + 1) * active_B
+        emitted_BS[rows_B, verdict.num_accepted_B] = last_B
+        active = [not row.finish for row in rows]
+        _commit(rows, emitted_BS, proposal, verdict.num_accepted_B, settings, target)
+        committed = [
+            row.rounds[-1].emitted if on else 0 for row, on in zip(rows, active, strict=True)
+        ]
+        committed_B = torch.tensor(committed, device=device)
         cache.advance(committed_B)
         if drafter:
             drafter.observe(state, emitted_BS, states.aux_BSF, committed_B)
         seconds.other += clock.lap()
+
+        _record_alpha(rows, proposal, p_BSV, committed)
+        if sampling.temperature > 0:
+            _record_pit(rows, emitted_BS, p_BSV, draws[:, 2 * most + 1 :], committed)
+        clock.lap()
     return rows, seconds
 
 
-def _record(
+def _commit(
     rows: list[Decoded],
     emitted_BS: Tensor,
     proposal: Proposal,
     accepted_B: Tensor,
-    p_BSV: Tensor,
     settings: DecodeSettings,
     target: Target,
 ) -> None:
     """Add one round to every row that is not finished."""
-    K = proposal.tokens_BK.shape[1]
-    if K == 0:
-        alpha_BK = emitted_BS[:, :0].float()
-    elif proposal.probs_BKV is None:
-        alpha_BK = p_BSV[:, :K].gather(-1, proposal.tokens_BK[..., None])[..., 0]
-    else:
-        alpha_BK = torch.minimum(p_BSV[:, :K], proposal.probs_BKV).sum(-1)
     lists = zip(
         rows,
         emitted_BS.tolist(),
         accepted_B.tolist(),
         proposal.num_proposed_B.tolist(),
         proposal.tokens_BK.tolist(),
-        alpha_BK.tolist(),
         strict=True,
     )
-    for row, emitted, accepted, proposed, drafted, alphas in lists:
+    for row, emitted, accepted, proposed, drafted in lists:
         if row.finish:
             continue
         kept = _cut(row, emitted[: accepted + 1], settings, target)
         row.ids += kept
-        row.rounds.append(
-            Round(proposed, min(accepted, len(kept)), len(kept), drafted[:proposed])
-        )
-        visited = min(accepted + 1, proposed)
-        row.alpha_sum += sum(alphas[:visited])
-        row.alpha_count += visited
+        row.rounds.append(Round(proposed, min(accepted, len(kept)), len(kept), drafted[:proposed]))
+
+
+def _record_alpha(
+    rows: list[Decoded], proposal: Proposal, p_BSV: Tensor, committed: list[int]
+) -> None:
+    """Add up sum_v min(p, q) at the positions that were judged, as far as the answer goes."""
+    K = proposal.tokens_BK.shape[1]
+    if K == 0:
+        return
+    if proposal.probs_BKV is None:
+        alpha_BK = p_BSV[:, :K].gather(-1, proposal.tokens_BK[..., None])[..., 0]
+    else:
+        alpha_BK = torch.minimum(p_BSV[:, :K], proposal.probs_BKV).sum(-1)
+    for row, alphas, num in zip(rows, alpha_BK.tolist(), committed, strict=True):
+        if num:
+            judged = alphas[: min(num, row.rounds[-1].proposed)]
+            row.alpha_sum += sum(judged)
+            row.alpha_count += len(judged)
 
 
 def _record_pit(
-    rows: list[Decoded], emitted_BS: Tensor, p_BSV: Tensor, uniforms_BS: Tensor, active_B: Tensor
+    rows: list[Decoded],
+    emitted_BS: Tensor,
+    p_BSV: Tensor,
+    uniforms_BS: Tensor,
+    committed: list[int],
 ) -> None:
-    """Transform the tokens that this round emitted (those kept, at most)."""
-    for b, row in enumerate(rows):
-        if bool(active_B[b]):
-            num = row.rounds[-1].emitted
+    """Transform the tokens that this round committed."""
+    for b, (row, num) in enumerate(zip(rows, committed, strict=True)):
+        if num:
             values = pit_values(p_BSV[b, :num], emitted_BS[b, :num], uniforms_BS[b, :num])
             row.pit += values.tolist()

@@ -120,6 +120,8 @@ def linear_loss(
     options: LossOptions,
     chunk_size: int,
     weights_N: Tensor | None = None,
+    groups_N: Tensor | None = None,
+    num_groups: int = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of a loss over positions, with the drafter's head applied chunk by chunk.
 
@@ -138,12 +140,13 @@ def linear_loss(
         chunk_size: positions a chunk, at least 1. Peak memory is a few times chunk_size * D * 4
             bytes.
         weights_N: factor of each position's loss, 1 where absent. Metrics do not use it.
+        groups_N: int64 in 0..num_groups-1; metrics are summed by group (e.g. rollout steps).
 
     Returns:
         loss_sum: scalar (fp32; fp64 for fp64 inputs), differentiable once in hidden and weight.
-        stats: detached fp64 scalars, sums over the N positions: num_positions; loss_sum; alpha_sum,
-            of sum_v min(p, q) with the un-renormalised p; num_top1, positions where argmax q is the
-            label.
+        stats: detached fp64 [num_groups], sums over positions: num_positions; loss_sum (without
+            weights); alpha_sum, of sum_v min(p, q) with the un-renormalised p; num_top1, positions
+            where argmax q is the label.
 
     The matrix products run in autocast's dtype where autocast is on, else in the wider dtype of
     hidden and weight.
@@ -161,6 +164,8 @@ def linear_loss(
         options=options,
         chunk_size=chunk_size,
         weights_N=weights_N,
+        groups_N=groups_N,
+        num_groups=num_groups,
         matmul_dtype=matmul_dtype,
         hidden_grad=grad and hidden_NH.requires_grad,
         weight_grad=grad and weight_DH.requires_grad,
@@ -178,6 +183,8 @@ class _Work:
     options: LossOptions
     chunk_size: int
     weights_N: Tensor | None
+    groups_N: Tensor | None
+    num_groups: int
     matmul_dtype: torch.dtype
     hidden_grad: bool
     weight_grad: bool
@@ -194,13 +201,19 @@ class _LinearLoss(torch.autograd.Function):
         d_hidden_NH = torch.zeros_like(hidden_NH) if work.hidden_grad else None
         # The sum over chunks is kept in fp32 also where the products are bf16.
         d_weight_DH = torch.zeros_like(weight_DH, dtype=loss_dtype) if work.weight_grad else None
-        stats = torch.zeros(len(STATS), dtype=torch.float64, device=hidden_NH.device)
+        stats = hidden_NH.new_zeros((len(STATS), work.num_groups), dtype=torch.float64)
+        loss_sum = hidden_NH.new_zeros((), dtype=torch.float64)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             for start in range(0, num_positions, work.chunk_size):
                 rows = slice(start, min(start + work.chunk_size, num_positions))
                 inputs_CH = hidden_NH[rows].to(work.matmul_dtype)
-                d_logits_CD, sums = _chunk(work, rows, (inputs_CH @ head_DH.T).to(loss_dtype))
-                stats += sums
+                logits_CD = (inputs_CH @ head_DH.T).to(loss_dtype)
+                d_logits_CD, loss, sums_4C = _chunk(work, rows, logits_CD)
+                loss_sum += loss
+                if work.groups_N is None:
+                    stats[:, 0] += sums_4C.sum(dim=1)
+                else:
+                    stats.index_add_(1, work.groups_N[rows], sums_4C)
                 d_logits_CD = d_logits_CD.to(work.matmul_dtype)
                 if d_hidden_NH is not None:
                     d_hidden_NH[rows] = d_logits_CD @ head_DH
@@ -210,7 +223,7 @@ class _LinearLoss(torch.autograd.Function):
             d_hidden_NH, None if d_weight_DH is None else d_weight_DH.to(weight_DH.dtype)
         )
         ctx.mark_non_differentiable(stats)
-        return stats[STATS.index("loss_sum")].to(loss_dtype), stats
+        return loss_sum.to(loss_dtype), stats
 
     @staticmethod
     @once_differentiable
@@ -225,24 +238,23 @@ class _LinearLoss(torch.autograd.Function):
         )
 
 
-def _chunk(work: _Work, rows: slice, logits_CD: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient of the chunk's loss in its logits, and its sums in the order of STATS."""
+def _chunk(work: _Work, rows: slice, logits_CD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the chunk's loss in its logits, the loss, and STATS by position [4, C]."""
     p_CD, labels_C = work.teacher(rows)
     with torch.enable_grad():
         logits_CD = logits_CD.detach().requires_grad_()
         loss_p_CD = renormalize(p_CD) if work.options.renormalize else p_CD
         losses_C = work.loss_fn(logits_CD, loss_p_CD, labels_C, work.options)
-        if work.weights_N is not None:
-            losses_C = losses_C * work.weights_N[rows]
-        loss = losses_C.sum()
+        weighted_C = losses_C if work.weights_N is None else losses_C * work.weights_N[rows]
+        loss = weighted_C.sum()
     need_grad = work.hidden_grad or work.weight_grad
     d_logits_CD = torch.autograd.grad(loss, logits_CD)[0] if need_grad else logits_CD.detach()
     logits_CD = logits_CD.detach()
-    num_top1 = (logits_CD.argmax(dim=1) == labels_C).sum()
-    alpha = torch.minimum(p_CD, logits_CD.softmax(dim=1)).sum()
-    num_positions = torch.full_like(loss, len(labels_C))
-    sums = torch.stack([x.detach().double() for x in (num_positions, loss, alpha, num_top1)])
-    return d_logits_CD, sums
+    top1_C = logits_CD.argmax(dim=1) == labels_C
+    alpha_C = torch.minimum(p_CD, logits_CD.softmax(dim=1)).sum(dim=1)
+    ones_C = torch.ones_like(alpha_C)
+    sums_4C = torch.stack([x.detach().double() for x in (ones_C, losses_C, alpha_C, top1_C)])
+    return d_logits_CD, loss.detach().double(), sums_4C
 
 
 def renormalize(p_ND: Tensor) -> Tensor:

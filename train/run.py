@@ -1,0 +1,116 @@
+"""A whole run: target, data, drafter, training, and the finished drafter in RUN/drafter."""
+
+import gc
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, set_seed
+
+from data.files import read_json, write_json
+from data.pipeline import aux_layers_of, prepare
+from data.progress import log_to_stderr
+from data.target import Target
+from drafters.build import build_eagle3
+from recipes.errors import UserError
+from recipes.schema import Recipe
+from train import checkpoint
+from train.log import write_run_record
+from train.loop import train
+from train.weights import save_drafter
+
+log = logging.getLogger("draftsmith")
+
+
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """The Accelerator that the launcher asked for, with the CPU's silent traps closed.
+
+    Without CUDA, DeepSpeed needs gloo named and plain launches need cpu=True; otherwise accelerate
+    quietly runs each process on its own. The world size is therefore checked.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    precision = recipe.train.mixed_precision
+    if deepspeed and recipe.train.gradient_accumulation > 1:
+        raise UserError(
+            "train.gradient_accumulation is not supported with DeepSpeed yet: set it to 1 and "
+            "raise train.micro_batch_size or the number of processes"
+        )
+    if torch.cuda.is_available() and recipe.target.device != "cpu":
+        accelerator = Accelerator(mixed_precision=precision)
+    elif deepspeed and "LOCAL_RANK" in os.environ:
+        import deepspeed.ops
+
+        # Otherwise the first run compiles a shared-memory helper for a minute; gloo does as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        accelerator = Accelerator(
+            mixed_precision=precision, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]
+        )
+    else:
+        accelerator = Accelerator(mixed_precision=precision, cpu=True)
+    if accelerator.num_processes != world:
+        raise UserError(
+            f"the launcher started {world} processes, but accelerate joined "
+            f"{accelerator.num_processes}; use one of recipes/accelerate/*.yaml"
+        )
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch_size
+        plugin.deepspeed_config["gradient_clipping"] = recipe.train.clip
+    return accelerator
+
+
+def result_key(recipe: Recipe) -> dict[str, Any]:
+    """The parts of a recipe that the trained weights depend on."""
+    fields = recipe.model_dump(mode="json")
+    return {name: fields[name] for name in ("target", "data", "drafter", "loss", "train")}
+
+
+def finished(recipe: Recipe) -> bool:
+    """Whether RUN/drafter was trained with this very recipe."""
+    path = recipe.run_dir / "trained.json"
+    return path.exists() and read_json(path)["recipe"] == result_key(recipe)
+
+
+def run(recipe: Recipe, resume: bool) -> Path:
+    """Prepare, train and save; returns RUN/drafter. A finished run is left alone."""
+    accelerator = make_accelerator(recipe)
+    main = accelerator.is_main_process
+    log_to_stderr(main)
+    folder = recipe.run_dir / "drafter"
+    if finished(recipe):
+        log.info("%s is trained already (change the recipe or its name to train anew)", folder)
+        return folder
+    if checkpoint.latest(recipe.run_dir) is not None and not resume:
+        raise UserError(
+            f"{recipe.run_dir}/checkpoints holds a run: go on with it by --resume, or choose "
+            "another name (name=...) or delete that folder"
+        )
+    set_seed(recipe.train.seed)
+    target = Target.load(recipe.target)
+    log.info("target %s in %s on %s", target.name, target.dtype, target.device)
+    with accelerator.main_process_first():
+        prepared = prepare(recipe, target)
+    drafter = build_eagle3(
+        recipe.drafter, target, aux_layers_of(recipe, target), prepared.vocab, recipe.train.seed
+    )
+    num_trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    log.info("drafter: %.2fM trained parameters", num_trained / 1e6)
+    if main:
+        write_run_record(recipe)
+    progress = train(recipe, accelerator, target, prepared, drafter, resume)
+    if main:
+        save_drafter(folder, drafter, target, recipe, progress.num_tokens)
+        write_json(
+            recipe.run_dir / "trained.json",
+            {"recipe": result_key(recipe), "steps": progress.step, "seconds": progress.seconds},
+        )
+        log.info("trained in %.1f minutes; the drafter lies in %s", progress.seconds / 60, folder)
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.end_training()
+    return folder
