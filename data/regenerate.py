@@ -165,8 +165,9 @@ class _Places:
             if self.capture is not None:
                 self.aux_BTF[place, n - 1] = 0
                 self.hidden_BTH[place, n - 1] = 0
-                self.lse_BT[place, : len(answer.request.prompt_ids) - 1] = 0
-                self.lse_BT[place, n - 1] = 0
+                for kept_BT in (self.lse_BT, self.argmax_BT):  # an earlier row's stand there
+                    kept_BT[place, : len(answer.request.prompt_ids) - 1] = 0
+                    kept_BT[place, n - 1] = 0
                 answer.states = States(
                     aux_SF=self.aux_BTF[place, :n].clone(),
                     hidden_SH=self.hidden_BTH[place, :n].clone(),
@@ -242,8 +243,9 @@ def generate(
 
 
 def magpie_prefix(target: Target, template_kwargs: dict[str, object] | None = None) -> list[int]:
-    """Ids of the template up to where a user's words begin; continued by the target, they become
-    a user's message (Magpie, Xu et al. 2406.08464).
+    """Ids of the template up to where a user's words begin.
+
+    Continued by the target, they become a user's message (Magpie, Xu et al. 2406.08464).
     """
     marker = "\u2603mark\u2603"
     text = target.tokenizer.apply_chat_template(

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from data import conversations, embedded
 from data.cache import KVCache
 from data.files import stable_hash
-from data.kernels import ATTENTION, thin_linear, use_thin_linears
+from data.attention import ATTENTION, thin_linear, use_thin_linears
 from recipes.errors import UserError
 from recipes.schema import TargetSection
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from data.cache import KVCache
-from data.kernels import masked_attention
+from data.attention import masked_attention
 from data.sampling import final_probs, sample
 from drafters.base import DecodingDrafter, Proposal, Sampling
 from drafters.layers import MLP, Attend, Attention, Linear, RMSNorm, rollout_attention

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data.kernels import thin_linear
+from data.attention import thin_linear
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (query, key, value) -> [B, N*G, S, D]
 

@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.files import read_json
 from data.target import DTYPES
-from drafters import export_info, vllm_format
+from drafters import vllm_format
 from recipes.errors import UserError
 
 EXAMPLES = """examples:
@@ -58,7 +58,7 @@ def main() -> None:
         )
     if out.resolve() in {(args.run / name).resolve() for name in ("drafter", "drafter-best")}:
         raise UserError(f"{out}: holds the trained weights themselves; name another folder")
-    target, origin = export_info.load_info(source)
+    target, origin = vllm_format.load_origin(source)
     wanted = origin.recipe["export"]
     form, dtype = args.format or wanted["format"], args.dtype or wanted["dtype"]
     dtype = target.dtype if dtype == "auto" else dtype
@@ -70,7 +70,7 @@ def main() -> None:
         num_params = sum(parameter.numel() for parameter in drafter.parameters())
         size = (out / vllm_format.WEIGHTS).stat().st_size
         print(f"{out}: EAGLE-3, {form} form, {num_params:,} {dtype} weights, {size / 1e6:.1f} MB")
-    print(export_info.serve_command(out, target, origin.num_draft_tokens))
+    print(vllm_format.serve_command(out, target, origin.num_draft_tokens))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from data.cache import KVCache
-from data.kernels import THIN_ROWS, ThinLinear, thin_linear, use_thin_linears
+from data.attention import THIN_ROWS, ThinLinear, thin_linear, use_thin_linears
 from tests.tiny_targets import KINDS, tiny_model, tiny_target
 
 S = 13  # longer than every sliding window (5)
