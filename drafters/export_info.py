@@ -1,0 +1,159 @@
+"""What an exported folder says of itself: draftsmith.json, README.md and how it is served."""
+
+import json
+import shlex
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from data import embedded
+from data.files import read_json, write_json, write_text
+from data.target import Target
+from drafters.eagle3 import Eagle3, Eagle3Config
+from recipes.errors import UserError
+
+INFO, CARD = "draftsmith.json", "README.md"
+LAYER_IDS = (
+    "aux layer id k = residual stream of the target after k decoder layers, before its final norm "
+    "(0 = embeddings, n = after the last of n layers); vLLM counts alike"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetInfo:
+    """What an export says of its target.
+
+    name: as in the recipe. path: the hub id or folder that an engine can load.
+    eos_token_id: an id, or a list where the target has several.
+    dtype: of its weights, the dtype that `export.dtype: auto` stands for.
+    """
+
+    name: str
+    path: str
+    revision: str | None
+    architectures: list[str]
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_id: int | list[int]
+    pad_token_id: int | None
+    dtype: str
+
+    @classmethod
+    def of(cls, target: Target) -> "TargetInfo":
+        """Read it off a loaded target."""
+        name, config, eos = target.name, target.config.to_dict(), target.eos_ids
+        comes_along = name.startswith(("embedded:", "random:"))
+        path = embedded.resolve(name) if comes_along else str(Path(name).expanduser())
+        return cls(
+            name=name,
+            path=str(Path(path).resolve()) if Path(path).is_dir() else path,
+            revision=target.revision,
+            architectures=list(target.model.config.architectures or [type(target.model).__name__]),
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            num_layers=target.num_layers,
+            max_position_embeddings=int(config["max_position_embeddings"]),
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_id=eos[0] if len(eos) == 1 else list(eos),
+            pad_token_id=target.pad_id,
+            dtype=str(target.dtype).removeprefix("torch."),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a drafter comes from, so that a result can name it.
+
+    recipe: the resolved recipe, `recipe.model_dump(mode="json")`.
+    commit: of the code; None outside a checkout.
+    num_trained_tokens: supervised tokens seen in training, repeats counted.
+    num_draft_tokens: how many to propose a round, as it was evaluated.
+    """
+
+    recipe: dict[str, Any]
+    commit: str | None
+    versions: dict[str, str | None]
+    num_trained_tokens: int
+    num_draft_tokens: int
+
+
+def write_info(
+    folder: Path, form: str, shape: Eagle3Config, target: TargetInfo, origin: Origin
+) -> None:
+    """Write draftsmith.json."""
+    head = {"schema": 1, "method": "eagle3", "form": form}
+    layers = {"aux_layers": list(shape.aux_layers), "layer_ids": LAYER_IDS}
+    write_json(folder / INFO, {**head, **layers, "target": asdict(target), **asdict(origin)})
+
+
+def load_info(folder: str | Path) -> dict[str, Any]:
+    """draftsmith.json as it stands, complete: `target` (TargetInfo) and the fields of Origin.
+
+    Raises:
+        UserError: it is missing or not complete.
+    """
+    path = Path(folder) / INFO
+    info = read_json(path)
+    if not isinstance(info, dict) or not isinstance(info.get("target"), dict):
+        raise UserError(f"{path}: missing keys: target")
+    missing = [f"target.{f.name}" for f in fields(TargetInfo) if f.name not in info["target"]]
+    missing += [f.name for f in fields(Origin) if f.name not in info]
+    if missing:
+        raise UserError(f"{path}: missing keys: {', '.join(missing)}")
+    return info
+
+
+def load_origin(folder: str | Path) -> tuple[TargetInfo, Origin]:
+    """The target and the origin of an export, to export it again. Raises as `load_info`."""
+    info = load_info(folder)
+    target = TargetInfo(**{f.name: info["target"][f.name] for f in fields(TargetInfo)})
+    return target, Origin(**{f.name: info[f.name] for f in fields(Origin)})
+
+
+def serve_command(folder: str | Path, target: TargetInfo, num_draft_tokens: int) -> str:
+    """The shell line that serves the target with this drafter.
+
+    The method is always named: without it vLLM guesses one from the folder's path.
+    """
+    speculative = {
+        "model": str(folder),
+        "method": "eagle3",
+        "num_speculative_tokens": num_draft_tokens,
+    }
+    return (
+        f"vllm serve {shlex.quote(target.path)} "
+        f"--speculative-config {shlex.quote(json.dumps(speculative))}"
+    )
+
+
+def write_card(
+    folder: Path, name: Path, drafter: Eagle3, target: TargetInfo, origin: Origin
+) -> None:
+    """Write README.md into `folder`, which will be called `name`."""
+    data, train = origin.recipe["data"], origin.recipe["train"]
+    num_params = sum(parameter.numel() for parameter in drafter.parameters())
+    answers = "by the target itself" if data["regenerate"] else "as in the source"
+    lines = [
+        f"# EAGLE-3 drafter for {target.name}",
+        "",
+        "A drafter for lossless speculative decoding: it proposes tokens that the target checks,",
+        "so text comes faster and its distribution stays that of the target. Made with Draftsmith.",
+        "",
+        f"- Target: {target.name}, revision {target.revision}",
+        f"- Shape: {drafter.config.num_layers} layer(s), {num_params:,} parameters,"
+        f" {drafter.config.draft_vocab_size:,} of {target.vocab_size:,} tokens",
+        f"- Target layers read: {list(drafter.config.aux_layers)}; {LAYER_IDS}",
+        f"- Training text: prompts from {', '.join(data['sources'])}; answers {answers}",
+        f"- Budget: {origin.num_trained_tokens:,} supervised tokens (repeats counted), at most"
+        f" {train['epochs']:g} epochs",
+        "",
+        "```",
+        serve_command(name, target, origin.num_draft_tokens),
+        "```",
+        "",
+        f"`{INFO}` holds the recipe, the commit and the versions.",
+    ]
+    write_text(folder / CARD, "\n".join(lines) + "\n")

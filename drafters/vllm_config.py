@@ -1,0 +1,254 @@
+"""config.json of an exported EAGLE-3 drafter: the plain HF form and the speculators form.
+
+Every key that an engine reads is written, also where it has the engine's default: defaults differ
+between engines, and a key left out then loads silently as something else. Reading is strict for
+the same reason: the keys that decide the computation must be there and agree with each other.
+
+Layer ids are the project's own and vLLM's: k = residual stream after k decoder layers.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import transformers
+from pydantic import TypeAdapter, ValidationError
+
+from data.target import DTYPES
+from drafters.eagle3 import Eagle3, Eagle3Config
+from drafters.export_info import TargetInfo
+from recipes.errors import UserError
+
+Form = Literal["vllm", "speculators"]
+SPECULATORS_VERSION = "0.5.0"  # of the form that is written here
+LAYER_SECTION = "transformer_layer_config"  # where the speculators form keeps the llama keys
+
+# Our name of a field: its key among the llama keys of both forms.
+LAYER_KEYS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "rms_norm_eps",
+    "max_position_embeddings": "max_position_embeddings",
+    "vocab_size": "vocab_size",  # the target's; the drafter's own is draft_vocab_size
+    "rope_parameters": "rope_parameters",
+}
+# Our name of a field: its key at the top of both forms.
+DRAFT_KEYS = {
+    "draft_vocab_size": "draft_vocab_size",
+    "target_hidden_size": "target_hidden_size",
+    "norm_before_residual": "norm_before_residual",
+    "norm_before_fc": "norm_before_fc",
+    "fc_norm": "fc_norm",
+    "norm_output": "norm_output",
+    "aux_layers": "eagle_aux_hidden_state_layer_ids",
+}
+# What no drafter of ours varies.
+CONSTANTS = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "logit_scale": 1.0,
+}
+
+
+def make_config(
+    drafter: Eagle3, form: Form, dtype: torch.dtype, target: TargetInfo, num_draft_tokens: int
+) -> dict[str, Any]:
+    """The whole config.json. `num_draft_tokens` is the default of the speculators form."""
+    name = str(dtype).removeprefix("torch.")
+    ids = {
+        "bos_token_id": target.bos_token_id,
+        "eos_token_id": target.eos_token_id,
+        "pad_token_id": target.pad_token_id,
+    }
+    common = {"dtype": name, "torch_dtype": name, "transformers_version": transformers.__version__}
+    layer, draft = _layer_keys(drafter), _draft_keys(drafter, form)
+    if form == "vllm":
+        return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **draft, **ids, **common}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        **draft,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": num_draft_tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": target.path, "architectures": target.architectures},
+        },
+        LAYER_SECTION: {**layer, **ids, "dtype": name, "torch_dtype": name},
+        **common,
+    }
+
+
+def form_of(config: dict[str, Any], where: Path) -> Form:
+    """Which of the two forms a config.json has."""
+    if config.get("speculators_model_type") == "eagle3":
+        return "speculators"
+    if "speculators_model_type" not in config and config.get("architectures") == [
+        "LlamaForCausalLMEagle3"
+    ]:
+        return "vllm"
+    raise UserError(
+        f"{where}: neither a plain EAGLE-3 config (architectures: ['LlamaForCausalLMEagle3']) nor "
+        "one of speculators (speculators_model_type: 'eagle3')"
+    )
+
+
+def read_config(config: Any, where: Path) -> tuple[Eagle3, torch.dtype]:
+    """The drafter that a config.json describes, on the meta device, and the dtype of its weights.
+
+    Args:
+        config: content of config.json, in either form.
+        where: its path, for messages.
+
+    Raises:
+        UserError: a missing key, an impossible value, or keys that contradict each other.
+    """
+    if not isinstance(config, dict):
+        raise UserError(f"{where}: expected a JSON object")
+    form = form_of(config, where)
+    layer = config if form == "vllm" else config.get(LAYER_SECTION)
+    if not isinstance(layer, dict):
+        raise UserError(f"{where}: {LAYER_SECTION} is missing")
+    fields = {ours: layer.get(key) for ours, key in LAYER_KEYS.items()}
+    fields |= {ours: config.get(key) for ours, key in DRAFT_KEYS.items()}
+    missing = [key for key in LAYER_KEYS.values() if key not in layer]
+    missing += [key for key in (*DRAFT_KEYS.values(), "dtype") if key not in config]
+    if missing:
+        raise UserError(f"{where}: missing keys: {', '.join(missing)}")
+    try:
+        shape = TypeAdapter(Eagle3Config).validate_python(fields)
+    except ValidationError as error:
+        faults = [f"{e['loc'][0]}: {e['msg']} (is {e['input']!r})" for e in error.errors()]
+        raise UserError(f"{where}: {'; '.join(faults)}") from error
+    faults = shape_faults(shape)
+    if faults:
+        raise UserError(f"{where}: {'; '.join(faults)}")
+    drafter = build_on_meta(shape, where)
+    _require_equal(layer, _layer_keys(drafter), where)
+    _require_equal(config, _draft_keys(drafter, form), where)
+    if config["dtype"] not in DTYPES:
+        raise UserError(f"{where}: dtype {config['dtype']!r} is none of {', '.join(DTYPES)}")
+    return drafter, DTYPES[config["dtype"]]
+
+
+def _require_equal(section: dict[str, Any], expected: dict[str, Any], where: Path) -> None:
+    missing = [key for key in expected if key not in section]
+    if missing:
+        raise UserError(f"{where}: missing keys: {', '.join(missing)}")
+    for key, value in expected.items():
+        if section[key] != value:
+            raise UserError(
+                f"{where}: {key} is {section[key]!r}; with the other keys it would be {value!r}"
+            )
+
+
+def build_on_meta(shape: Eagle3Config, where: Path) -> Eagle3:
+    """A drafter without memory: tensor shapes only (its rotary table is real)."""
+    try:
+        with torch.device("meta"):
+            drafter = Eagle3(shape)
+        drafter.rope = type(drafter.rope)(drafter.rope.config)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{where}: no drafter has this shape: {error!r}") from error
+    return drafter
+
+
+def shape_faults(shape: Eagle3Config) -> list[str]:
+    """What is impossible, or would load silently as something else, whatever the target."""
+    faults = [
+        f"{name} is {value}, not at least 1"
+        for name, value in shape.to_dict().items()
+        if type(value) is int and value < 1
+    ]
+    if faults:
+        return faults
+    heads, aux = shape.num_attention_heads, list(shape.aux_layers)
+    if shape.hidden_size % heads or heads % shape.num_key_value_heads or shape.head_dim % 2:
+        faults.append(
+            f"hidden_size {shape.hidden_size}, {heads} heads, {shape.num_key_value_heads} kv "
+            f"heads, head_dim {shape.head_dim} do not fit: hidden_size must be a multiple of the "
+            "heads, these one of the kv heads, and head_dim even"
+        )
+    if shape.hidden_size != shape.target_hidden_size:
+        faults.append(
+            f"hidden_size {shape.hidden_size} is not target_hidden_size "
+            f"{shape.target_hidden_size}, but the drafter reads the target's embedding and holds "
+            "none of its own"
+        )
+    if shape.draft_vocab_size > shape.vocab_size:
+        faults.append(
+            f"draft_vocab_size {shape.draft_vocab_size} is above vocab_size {shape.vocab_size}"
+        )
+    if not aux or aux != sorted(set(aux)) or aux[0] < 0:
+        faults.append(
+            f"aux layers {aux} must be ascending and distinct, from 0 on: engines sort them and "
+            "drop repeats, the weights of fc do not follow"
+        )
+    return faults
+
+
+def target_faults(shape: Eagle3Config, target: TargetInfo) -> list[str]:
+    """Where a drafter does not fit its target."""
+    pairs = {
+        "vocab_size": (shape.vocab_size, target.vocab_size),
+        "target_hidden_size": (shape.target_hidden_size, target.hidden_size),
+        "max_position_embeddings": (
+            shape.max_position_embeddings,
+            target.max_position_embeddings,
+        ),
+    }
+    faults = [
+        f"{key} is {own}, that of the target {target.name} is {wanted}"
+        for key, (own, wanted) in pairs.items()
+        if own != wanted
+    ]
+    if max(shape.aux_layers, default=0) > target.num_layers:
+        faults.append(
+            f"aux layers {list(shape.aux_layers)} are not within 0..{target.num_layers}, the "
+            f"layers of the target {target.name}"
+        )
+    return faults
+
+
+def _layer_keys(drafter: Eagle3) -> dict[str, Any]:
+    shape = drafter.config.to_dict()
+    # As the rotary table was made from it: with the type written out.
+    rope = {"rope_type": "default", **cast(dict[str, Any], drafter.rope.config.rope_parameters)}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {
+        **CONSTANTS,
+        **{key: shape[ours] for ours, key in LAYER_KEYS.items()},
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],  # these two: the spelling of transformers 4
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "num_aux_hidden_states": len(shape["aux_layers"]),
+    }
+
+
+def _draft_keys(drafter: Eagle3, form: Form) -> dict[str, Any]:
+    shape = drafter.config.to_dict()
+    keys = {key: shape[ours] for ours, key in DRAFT_KEYS.items()}
+    if form == "speculators":
+        return keys
+    eagle = {
+        "use_aux_hidden_state": True,
+        "eagle_aux_hidden_state_layer_ids": shape["aux_layers"],
+        "norm_before_fc": shape["norm_before_fc"],
+    }
+    return {**keys, "eagle_config": eagle}

@@ -1,0 +1,72 @@
+"""train/export.py: what it prints, when it skips, and its errors."""
+
+import runpy
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.vllm_format import load, load_origin, serve_command
+from tests.tiny_exports import ORIGIN, ROOT, TARGET, make, write
+
+
+@pytest.fixture
+def export(monkeypatch, capsys):
+    """Run the script in this process (importing torch anew takes seconds)."""
+
+    def run(*arguments: Any) -> tuple[int, str, str]:
+        script = str(ROOT / "train" / "export.py")
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        code = 0
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+def test_script_exports_once_and_says_how_to_serve(tmp_path, export):
+    run = tmp_path / "run"
+    write(make(), run / "drafter")
+    code, out, _ = export(run)
+    first, serve = out.splitlines()
+    assert code == 0 and "bfloat16 weights" in first  # auto = the target's
+    assert serve == serve_command(run / "export", TARGET, 3)
+    assert load(run / "export").fc.weight.dtype == torch.bfloat16
+    assert load_origin(run / "export") == (TARGET, ORIGIN)
+
+    before = (run / "export" / "model.safetensors").stat().st_mtime_ns
+    assert "up to date" in export(run)[1]
+    assert (run / "export" / "model.safetensors").stat().st_mtime_ns == before
+    assert "up to date" not in export(run, "--force")[1]
+    assert "speculators form" in export(run, "--format", "speculators", "--dtype", "float32")[1]
+    assert torch.equal(load(run / "export").fc.weight, make().fc.weight)
+
+
+def test_script_exports_again_after_training(tmp_path, export):
+    run = tmp_path / "run"
+    write(make(), run / "drafter")
+    export(run)
+    write(make(), run / "drafter")
+    assert "up to date" not in export(run)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "run train/distill.py first"),
+        (["--checkpoint", "best"], "train.validate_every"),
+        (["--out", "drafter"], "holds the trained weights themselves"),
+    ],
+)
+def test_script_says_what_is_wrong_in_one_line(tmp_path, monkeypatch, export, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    if "--out" in arguments:
+        write(make(), tmp_path / "drafter")
+    code, out, err = export(".", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and len(err.splitlines()) == 1 and message in err
