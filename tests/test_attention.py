@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from data.cache import KVCache
 from data.attention import THIN_ROWS, ThinLinear, thin_linear, use_thin_linears
+from data.cache import KVCache
 from tests.tiny_targets import KINDS, tiny_model, tiny_target
 
 S = 13  # longer than every sliding window (5)

@@ -254,7 +254,7 @@ def test_random_target_is_built_once_and_always_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(embedded, "Qwen3ForCausalLM", None)  # a second build would fail
     assert embedded.resolve("random:qwen3-tiny") == path
     target = Target.load(section("random:qwen3-tiny"))
-    assert (target.num_layers, target.hidden_size, target.eos_ids) == (6, 64, [257])
+    assert (target.num_layers, target.hidden_size, target.eos_ids) == (8, 64, [257])
 
 
 def test_interrupted_build_is_made_again(tmp_path, monkeypatch):
