@@ -1,6 +1,6 @@
 """Two kernels that the frozen target runs on: cached attention and thin matrix products.
 
-Dimension letters: B rows, S new tokens, T places, N kv heads, G query heads a kv head, D head width.
+Dimension letters: B rows, S new tokens, T places, N kv heads, G query heads of each, D head width.
 
 Both hang into the transformers model by its own extension points (an attention implementation by
 name, and a subclass of nn.Linear), so every architecture keeps its own modelling code.
@@ -25,7 +25,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    _attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -37,7 +37,7 @@ def attend(
 
     Args:
         query: [B, N*G, S, D]; key, value: [B, N, S, D] of the new tokens.
-        attention_mask: ignored: rows are padded on the right, so causality is all there is.
+        _attention_mask: ignored: rows are padded on the right, so causality is all there is.
         kv_cache: the cache to append to and to read; None attends within the S tokens.
 
     Returns:
@@ -68,8 +68,9 @@ def attend(
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask_BST: Tensor, scaling: float | None = None
 ) -> Tensor:
-    """Grouped attention [B, N*G, S, D] under a mask; query heads that share a kv head become rows
-    of one product, so that no key is ever copied.
+    """Grouped attention under a mask: [B, N*G, S, D].
+
+    Query heads that share a kv head become rows of one product, so that no key is ever copied.
     """
     B, heads, S, D = query.shape
     N = key.shape[1]
@@ -102,7 +103,7 @@ def _softcapped(
 
 
 AttentionInterface.register(ATTENTION, attend)
-AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+AttentionMaskInterface.register(ATTENTION, lambda *_args, **_kwargs: None)
 
 
 def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -126,8 +127,9 @@ def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 class ThinLinear(nn.Linear):
     """nn.Linear of a frozen model that decodes a few rows at a time."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return thin_linear(input, self.weight, self.bias)
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, by whichever side is faster."""
+        return thin_linear(x, self.weight, self.bias)
 
 
 def use_thin_linears(model: nn.Module) -> None:

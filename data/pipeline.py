@@ -31,7 +31,7 @@ from data.progress import progress
 from data.prompt_rows import Prompt, make_prompt, prompt_ngrams
 from data.prompts import load_prompts, magpie_count, split_heldout
 from data.regenerate import Answer, Request, generate, magpie_prefix
-from data.target import Target
+from data.target import DTYPES, Target
 from recipes.errors import UserError
 from recipes.schema import Recipe
 
@@ -53,6 +53,7 @@ class Prepared:
 
 
 def data_dir(recipe: Recipe) -> Path:
+    """RUN/data."""
     return recipe.run_dir / "data"
 
 
@@ -252,6 +253,7 @@ def _answer_prompts(
             section.batch_size,
             section.max_length,
             capture,
+            DTYPES[section.states_dtype],
             stop_taking=out_of_time,
         ):
             num_tokens += len(answer.ids)
@@ -347,7 +349,7 @@ def _magpie(
     blocked: set[str],
     out_of_time: Callable[[], bool],
 ) -> list[Prompt]:
-    """Prompts that the target writes at temperature 1; unfinished or overlapping ones are dropped."""
+    """Prompts that the target writes at temperature 1; unfinished, overlapping ones are dropped."""
     prefix = magpie_prefix(target, recipe.data.template_kwargs)
     requests = [
         Request(
@@ -366,9 +368,9 @@ def _magpie(
         ):
             text = target.tokenizer.decode(answer.ids, skip_special_tokens=True).strip()
             prompt = make_prompt("magpie", text, category="magpie")
-            if answer.finish == "stop" and len(text.split()) >= 3:
-                if not prompt_ngrams(prompt) & blocked:
-                    found[prompt["id"]] = prompt
+            whole = answer.finish == "stop" and len(text.split()) >= 3
+            if whole and not prompt_ngrams(prompt) & blocked:
+                found[prompt["id"]] = prompt
             advance(1)
     log.info("%d of %d prompts by the target kept", len(found), wanted)
     return sorted(found.values(), key=lambda p: p["id"])

@@ -35,6 +35,7 @@ def show(row: Row, target: Target, console: Console) -> None:
 
 
 def main() -> int:
+    """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from data import conversations, embedded
+from data.attention import ATTENTION, thin_linear, use_thin_linears
 from data.cache import KVCache
 from data.files import stable_hash
-from data.attention import ATTENTION, thin_linear, use_thin_linears
 from recipes.errors import UserError
 from recipes.schema import TargetSection
 

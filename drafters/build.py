@@ -75,7 +75,7 @@ def build_eagle3(
     vocab: DraftVocab,
     seed: int,
 ) -> Eagle3:
-    """A drafter in fp32 on the target's device, weights drawn from `seed` or taken from the target."""
+    """A drafter in fp32 on the target's device; its first weights by `seed` or from the target."""
     config = eagle3_config(section, target.config.to_dict(), aux_layers, vocab.size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -116,8 +116,8 @@ def _warm_start(drafter: Eagle3, target: Target) -> None:
                 part = parameter[:, H:]
             if values is None or values.shape != part.shape:
                 raise UserError(
-                    f"drafter.init 'target': {name} of the drafter has shape {list(part.shape)}, the "
-                    f"target's last layer {None if values is None else list(values.shape)}; use "
+                    f"drafter.init 'target': {name} of the drafter has shape {list(part.shape)}, "
+                    f"the target's last layer {None if values is None else list(values.shape)}; use "
                     "init: random, or leave the drafter's sizes out"
                 )
             part.copy_(values)

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from data.cache import KVCache
 from data.attention import masked_attention
+from data.cache import KVCache
 from data.sampling import final_probs, sample
 from drafters.base import DecodingDrafter, Proposal, Sampling
 from drafters.layers import MLP, Attend, Attention, Linear, RMSNorm, rollout_attention
@@ -122,16 +122,19 @@ class Eagle3(nn.Module, DecodingDrafter):
         self.lm_head = Linear(H, config.draft_vocab_size, bias=False)
         # target id = draft id + d2t[draft id]; an identity map when nothing is left out.
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.rope = LlamaRotaryEmbedding(
-            LlamaConfig(
-                hidden_size=H,
-                num_attention_heads=config.num_attention_heads,
-                head_dim=config.head_dim,
-                max_position_embeddings=config.max_position_embeddings,
-                rope_parameters=dict(config.rope_parameters),
-            )
+        rope_config = LlamaConfig(
+            hidden_size=H,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
         )
-        self._embeddings: list[Tensor] = []  # a list, so that it is no parameter of ours
+        with torch.device("cpu"):  # also where the weights are built on meta
+            rope = LlamaRotaryEmbedding(rope_config)
+        # In lists, so that they are no part of the module: casting the drafter to bf16 must not
+        # round the rotary table, and the embedding is the target's.
+        self._rope = [rope]
+        self._embeddings: list[Tensor] = []
 
     def use_embeddings(self, embed_weight_VH: Tensor) -> None:
         """Share the target's (frozen) embedding matrix [V, H]."""
@@ -141,6 +144,11 @@ class Eagle3(nn.Module, DecodingDrafter):
                 f"{self.config.hidden_size}: leave drafter.hidden_size out"
             )
         self._embeddings = [embed_weight_VH]
+
+    @property
+    def rope(self) -> LlamaRotaryEmbedding:
+        """Rotary tables: (x, positions) -> cos, sin."""
+        return self._rope[0]
 
     @property
     def draft_ids_D(self) -> Tensor:
@@ -247,7 +255,7 @@ class Eagle3(nn.Module, DecodingDrafter):
     def propose(
         self, state: Eagle3State, num_draft: int, sampling: Sampling, uniforms_BK: Tensor | None
     ) -> Proposal:
-        """Rollout steps 1, 2, ... on the drafter's own tokens and states; the cache ends as it was."""
+        """Rollout steps 1, 2, ... on its own tokens and states; the cache ends as it was."""
         committed_B = state.cache.lengths_B.clone()
         hidden_BH, draft_ids_D = state.last_hidden_BH, self.draft_ids_D
         tokens, probs = [], []

@@ -18,10 +18,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (query, key, value) -> [B
 class Linear(nn.Linear):
     """nn.Linear that takes the thin product when it decodes a few rows without gradients."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return F.linear(input, self.weight, self.bias)
-        return thin_linear(input, self.weight, self.bias)
+            return F.linear(x, self.weight, self.bias)
+        return thin_linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):

@@ -163,7 +163,6 @@ def build_on_meta(shape: Eagle3Config, where: Path) -> Eagle3:
     try:
         with torch.device("meta"):
             drafter = Eagle3(shape)
-        drafter.rope = type(drafter.rope)(drafter.rope.config)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{where}: no drafter has this shape: {error!r}") from error
     return drafter

@@ -20,6 +20,7 @@ from recipes.schema import load_recipe
 
 
 def main() -> int:
+    """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

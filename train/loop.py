@@ -66,7 +66,7 @@ class _Signals:
 def epoch_plan(
     recipe: Recipe, rows: list[Row], epoch: int, rank: int, world: int
 ) -> list[list[int]]:
-    """This rank's micro-batches of one epoch, as row indices; a pure function, so resume is exact."""
+    """This rank's micro-batches of an epoch, as row indices; a pure function: resume is exact."""
     section = recipe.train
     lengths = [len(row.ids_S) for row in rows]
     plan = plan_batches(
@@ -115,7 +115,7 @@ def train(
     drafter: Eagle3,
     resume: bool,
 ) -> checkpoint.Progress:
-    """Train `drafter` in place, with checkpoints in RUN/checkpoints and numbers in metrics.jsonl."""
+    """Train `drafter` in place: checkpoints in RUN/checkpoints, numbers in metrics.jsonl."""
     section, rows = recipe.train, prepared.train
     world, rank = accelerator.num_processes, accelerator.process_index
     distiller = Distiller(drafter, recipe.loss, prepared.vocab).to(target.device)
@@ -137,7 +137,7 @@ def train(
     )
 
     def windows() -> Iterator[list[Batch]]:
-        """Micro-batches of each optimizer step, from where `done` stands; sets its next position."""
+        """Micro-batches of each optimizer step, from where `done` stands; moves it on."""
         while True:
             plan = epoch_plan(recipe, rows, done.epoch, rank, world)
             while done.index < len(plan):
