@@ -26,8 +26,8 @@ class PromptRecord:
 
     proposed, accepted: one entry a round, both None where the engine gives no counters. A
         round that stops at an end token counts accepted tokens up to and with that token.
-    num_tokens: generated ids after truncation at the end token and at max_new_tokens,
-        including one that the prefill gave. Never counted from text.
+    num_tokens: generated ids after truncation at the end token and at max_new_tokens, without
+        the one that the prefill gave (its time is not in seconds either). Never counted from text.
     alpha_sum, alpha_count: sum over verified positions of sum_v min(p, q), and how many.
     seconds: decoding time of this turn, device synchronised, without the prefill.
     ends_inside_draft: the last round met the end token among its accepted tokens, so it

@@ -53,7 +53,7 @@ class AcceptanceResult(TypedDict):
     num_rounds: Count | None
     num_proposed: Count | None
     num_accepted: Count | None
-    num_tokens: Count  # generated ids, after truncation at the end token and the limit
+    num_tokens: Count  # ids emitted in rounds (not by the prefill), cut at end token and limit
     acceptance_rate: FiniteFloat | None  # accepted / proposed
     acceptance_rate_tested: FiniteFloat | None  # accepted / (accepted + rejected)
     alpha: FiniteFloat | None  # mean over verified positions of sum_v min(p, q)
@@ -82,8 +82,8 @@ class TaskResult(AcceptanceResult):
     speedup: FiniteFloat | None  # ratio of the two above
     speedup_ci95: list[FiniteFloat] | None  # cluster bootstrap over prompts, arms paired
     ms_per_round: MsPerRound
-    baseline_ms_per_token: FiniteFloat | None
-    predicted_speedup: FiniteFloat | None  # from the measured tau and the measured costs
+    baseline_ms_per_token: FiniteFloat | None  # between two tokens of one answer
+    predicted_speedup: FiniteFloat | None  # from conditional and the measured costs
     predicted_from_alpha: FiniteFloat | None  # from alpha alone, as if each position had it
 
 
