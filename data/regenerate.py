@@ -20,6 +20,9 @@ from data.sampling import final_probs, sample
 from data.target import Target, TargetStates
 
 
+PREFILL_TOKENS = 1024  # of one prefill; more would gain nothing and pad more
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One answer to be written; temperature 0 is greedy. `seed` fixes its draws alone."""
@@ -229,9 +232,9 @@ def generate(
                     more = False
                 else:
                     taken.append(request)
-            if taken:
-                places.fill(taken, free[: len(taken)])
-                yield from places.collect()
+            for part in _prefills(taken):
+                places.fill(part, places.free()[: len(part)])
+            yield from places.collect()
         num_busy = places.size - len(places.free())
         if num_busy == 0 and not more:
             return
@@ -240,6 +243,17 @@ def generate(
         if num_busy:
             places.step()
             yield from places.collect()
+
+
+def _prefills(requests: list[Request]) -> list[list[Request]]:
+    """Requests by length, cut so that a prefill holds few tokens, padding included."""
+    parts: list[list[Request]] = []
+    for request in sorted(requests, key=lambda r: len(r.prompt_ids)):
+        full = parts and (len(parts[-1]) + 1) * len(request.prompt_ids) > PREFILL_TOKENS
+        if not parts or full:
+            parts.append([])
+        parts[-1].append(request)
+    return parts
 
 
 def magpie_prefix(target: Target, template_kwargs: dict[str, object] | None = None) -> list[int]:
