@@ -15,9 +15,8 @@ from data.cache import KVCache
 from recipes.errors import UserError
 
 ATTENTION = "draftsmith"
-THIN_ROWS = (
-    96  # up to here the transposed product won on every CPU measured (2 to 5 times at 2..8 rows)
-)
+THIN_ROWS = 96  # up to here the product taken from the other side was faster
+FEW_QUERIES = 64  # query rows a kv head, up to which attention is two plain products
 
 
 def attend(
@@ -77,7 +76,12 @@ def masked_attention(
     G = heads // N
     folded = query.reshape(B, N, G * S, D)
     mask = mask_BST[:, None].expand(-1, G, -1, -1).reshape(mask_BST.shape[0], 1, G * S, -1)
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    if query.is_cpu and B > 1 and G * S <= FEW_QUERIES:
+        # torch's kernel copies every key to scale it here; scaling the few queries is enough.
+        scores = (folded * (D**-0.5 if scaling is None else scaling)) @ key.transpose(2, 3)
+        out = scores.masked_fill_(~mask, float("-inf")).softmax(-1) @ value
+    else:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(B, heads, S, D)
 
 
@@ -117,7 +121,7 @@ def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if x.dtype != torch.float32 or num_rows > THIN_ROWS or not x.is_cpu:
         return F.linear(x, weight, bias)
     rows = x.reshape(num_rows, x.shape[-1])
-    columns = rows.expand(2, -1) if num_rows == 1 else rows
+    columns = torch.cat([rows, rows]) if num_rows == 1 else rows
     out = torch.mm(weight, columns.t())[:, :num_rows].t()
     if bias is not None:
         out = out + bias

@@ -53,6 +53,7 @@ class KVCache:
                 f"the cache has {self.max_length} places and this pass needs {longest}"
             )
         self._window = (longest, num_new)
+        self._masks: dict[int | None, Tensor] = {}
         offsets_S = torch.arange(num_new, device=self.lengths_B.device)
         self.positions_BS = self.lengths_B[:, None] + offsets_S[None]
         self.aligned = bool((self.lengths_B == self.lengths_B[0]).all())
@@ -72,11 +73,17 @@ class KVCache:
         return keys[:, :, :longest], values[:, :, :longest]
 
     def mask_BST(self, sliding_window: int | None = None) -> Tensor:
-        """True where new token s of row b may look at place t: places 0 .. length_b + s."""
+        """True where new token s of row b may look at place t: places 0 .. length_b + s.
+
+        The same for every layer of a pass, so it is made once.
+        """
+        if sliding_window in self._masks:
+            return self._masks[sliding_window]
         places_T = torch.arange(self._window[0], device=self.lengths_B.device)
         mask_BST = places_T[None, None] <= self.positions_BS[..., None]
         if sliding_window is not None:
             mask_BST &= places_T[None, None] > self.positions_BS[..., None] - sliding_window
+        self._masks[sliding_window] = mask_BST
         return mask_BST
 
     def advance(self, num_tokens_B: Tensor | int) -> None:
