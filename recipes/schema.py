@@ -89,7 +89,9 @@ class DataSection(Section):
     heldout_fraction: float = Field(
         default=0.05, gt=0, lt=1, description="share of conversations kept out of training"
     )
-    seed: int = Field(default=0, description="of prompts, sampling and the held-out split")
+    seed: int = Field(
+        default=0, description="of prompts and sampling; the held-out split depends on ids only"
+    )
     states: Literal["online", "cached"] = Field(
         default="online",
         description="target states: computed in each training step, or stored once on disk",
@@ -106,7 +108,8 @@ class DataSection(Section):
         default=True, description="keep answers cut at max_new_tokens, without an end of turn"
     )
     min_supervised_share: Share = Field(
-        default=0.01, description="least share of supervised tokens in a row; fewer: row dropped"
+        default=0.01,
+        description="least share of supervised tokens in all training rows; below: the run stops",
     )
     decontaminate: list[str] = Field(
         default=["mt_bench", "humaneval"],
@@ -260,7 +263,9 @@ class TrainSection(Section):
         default=16, description="held-out prompts decoded speculatively; 0 = none"
     )
     validate_max_new_tokens: Count = Field(default=64, description="tokens a validation answer")
-    num_workers: CountOrZero = Field(default=0, description="loader processes; 0 = in this one")
+    num_workers: CountOrZero = Field(
+        default=0, description="no effect yet: rows are always loaded in the training process"
+    )
 
     @field_validator("betas")
     @classmethod

@@ -41,12 +41,42 @@ def dependencies() -> set[str]:
 
 DEPENDENCIES = dependencies()
 
+# Optional packages that transformers (utils/import_utils.py) and accelerate (utils/imports.py) look
+# for when imported, installed or not. A script's folder would answer for them.
+# fmt: off
+PROBED = {
+    "IPython", "Levenshtein", "accelerate", "aim", "amdsmi", "apex", "apollo_torch", "aqlm",
+    "auto_round", "av", "awq", "bitsandbytes", "blobfile", "boto3", "bs4", "causal_conv1d",
+    "clearml", "coloredlogs", "comet_ml", "compressed_tensors", "cv2", "datasets", "decord",
+    "deepspeed", "diffusers", "dvclive", "essentia", "executorch", "faiss",
+    "fast_hadamard_transform", "fastapi", "fbgemm_gpu", "fla", "flash_attn",
+    "flash_attn_interface", "flute", "fouroversix", "fp_quant", "g2p_en", "galore_torch",
+    "gguf", "google", "gptqmodel", "grokadamw", "habana_frameworks", "hqq", "huggingface_hub",
+    "import_timer", "intel_transformer_engine", "jinja2", "kenlm", "kernels", "libcst",
+    "librosa", "liger_kernel", "lomo_optim", "mamba_ssm", "mambapy", "matplotlib", "megatron",
+    "mistral_common", "mlflow", "mlx", "msamp", "multipart", "nagisa", "natten", "nltk", "nncf",
+    "num2words", "numba", "numpy", "onnx", "onnxruntime", "onnxscript", "openai", "openvino",
+    "optimi", "optimum", "pandas", "peft", "phonemizer", "pretty_midi", "psutil", "py3nvml",
+    "pyctcdecode", "pydantic", "pygments", "pynvml", "pytesseract", "pytest", "pytest_order",
+    "python_multipart", "pytorch_quantization", "pyximport", "quark", "qutlass", "rhoknp",
+    "rich", "rjieba", "sacremoses", "sagemaker", "schedulefree", "scipy", "sentencepiece",
+    "seqio", "sinq", "sklearn", "smdistributed", "soundfile", "soxr", "soynlp", "spacy",
+    "spqr_quant", "sudachipy", "swanlab", "tensorboard", "tensorboardX", "tiktoken", "timm",
+    "tokenizers", "torch", "torch_mlu", "torch_musa", "torch_neuronx", "torch_npu",
+    "torch_sdaa", "torch_supa", "torch_tensorrt", "torch_xla", "torchao", "torchaudio",
+    "torchcodec", "torchdata", "torchdistx", "torchvision", "tqdm", "trackio",
+    "transformer_engine", "transformers", "triton", "uroman", "uvicorn", "vptq", "wandb",
+    "xlstm", "yt_dlp",
+}
+# fmt: on
+
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)
 def test_no_module_bears_the_name_of_another(path):
     # A script's folder stands first on sys.path, so train/logging.py would break torch.
     assert path.stem not in sys.stdlib_module_names
     assert path.stem not in DEPENDENCIES
+    assert path.stem not in PROBED
 
 
 def test_dependencies_are_found():
