@@ -13,6 +13,8 @@ LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Threads that wait give their core away: on a shared machine spinning ones stall each other.
+export OMP_WAIT_POLICY := passive
 
 .PHONY: help setup demo test check lint bench clean
 .DEFAULT_GOAL := help
@@ -35,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## prepare, distill, export, measure and report; what is done is skipped
 	$(BIN)/python data/prepare.py $(RECIPE)
-	$(LAUNCH) train/distill.py $(RECIPE)
+	$(LAUNCH) train/distill.py $(RECIPE) --resume
 	$(BIN)/python train/export.py $(RUN)
 	$(BIN)/python eval/bench.py $(RECIPE)
 	$(BIN)/python eval/leaderboard.py $(RUN)/results --out $(RUN)/report

@@ -65,8 +65,7 @@ class StateStore:
         path = folder / "manifest.json"
         if path.exists() and read_json(path) != manifest:
             log.warning("%s: made from another target, layers or dtype; building it again", folder)
-            for shard in folder.glob("shard-*.safetensors"):
-                shard.unlink()
+            self.clear()
         write_json(path, manifest)
         self._places: dict[str, tuple[Path, int, int]] = {}
         self._open: dict[Path, Any] = {}
@@ -87,6 +86,12 @@ class StateStore:
 
     def __contains__(self, row_id: str) -> bool:
         return row_id in self._places
+
+    def clear(self) -> None:
+        """Delete all shards."""
+        self._places, self._open, self._pending = {}, {}, []
+        for shard in self.folder.glob("shard-*.safetensors"):
+            shard.unlink()
 
     def missing(self, row_ids: Sequence[str]) -> list[str]:
         """Those of the rows that are not stored."""

@@ -19,7 +19,6 @@ from data.cache import KVCache
 from data.sampling import final_probs, sample
 from data.target import Target, TargetStates
 
-
 PREFILL_TOKENS = 1024  # of one prefill; more would gain nothing and pad more
 
 

@@ -117,8 +117,8 @@ def _warm_start(drafter: Eagle3, target: Target) -> None:
             if values is None or values.shape != part.shape:
                 raise UserError(
                     f"drafter.init 'target': {name} of the drafter has shape {list(part.shape)}, "
-                    f"the target's last layer {None if values is None else list(values.shape)}; use "
-                    "init: random, or leave the drafter's sizes out"
+                    f"the target's last layer {None if values is None else list(values.shape)}; "
+                    "use init: random, or leave the drafter's sizes out"
                 )
             part.copy_(values)
 

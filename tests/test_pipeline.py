@@ -1,4 +1,4 @@
-"""From recipe to rows: resumable, stale parts rebuilt, states right whichever way they were made."""
+"""From recipe to rows: resumable, stale parts rebuilt, states right however they were made."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import pipeline
+from data import answers
 from data.hidden_states import StateStore, manifest_of
 from data.pipeline import prepare
 from data.target import Target
@@ -63,7 +63,7 @@ def test_a_second_call_finds_everything(
 ) -> None:
     recipe = smoke(tmp_path)
     first = prepare(recipe, target)
-    monkeypatch.setattr(pipeline, "generate", None)  # any use of it would fail
+    monkeypatch.setattr(answers, "generate", None)  # any use of it would fail
     second = prepare(recipe, target)
     assert [r.id for r in second.train] == [r.id for r in first.train]
 

@@ -144,8 +144,11 @@ def test_export_bench_and_report(straight: Path) -> None:
     results = [json.loads(p.read_text()) for p in (folder / "results").glob("*.json")]
     assert len(results) == 6  # three drafters at two temperatures
     for record in results:
-        done, checked = record["lossless"]["greedy_identical"].split("/")
-        assert done == checked and int(checked) > 0
+        if record["settings"]["temperature"] == 0:
+            done, checked = record["lossless"]["greedy_identical"].split("/")
+            assert done == checked and int(checked) > 0
+        else:
+            assert record["lossless"]["pit_num_tokens"] > 0
         (task,) = record["tasks"].values()
         assert task["num_tokens"] > 0
     run("eval/leaderboard.py", str(folder / "results"), "--out", str(folder / "report"))
