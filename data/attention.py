@@ -15,7 +15,7 @@ from data.cache import KVCache
 from recipes.errors import UserError
 
 ATTENTION = "draftsmith"
-THIN_ROWS = 96  # up to here the product taken from the other side was faster
+THIN_ROWS = 256  # up to here the product taken from the other side was faster
 FEW_QUERIES = 64  # query rows a kv head, up to which attention is two plain products
 
 

@@ -121,7 +121,8 @@ class _Places:
     def draw(self, places: list[int], states: TargetStates, positions: list[int]) -> None:
         """Choose the next token of `places` from the states at `positions`, and keep the states."""
         logits_BV = self.target.logits(states.hidden_BSH[:, 0])
-        ids = logits_BV.argmax(-1)
+        best_B = logits_BV.argmax(-1)
+        ids = best_B.clone()
         requests = [self._answer(b).request for b in places]
         drawn = [i for i, r in enumerate(requests) if r.temperature > 0]
         for setting in {
@@ -143,7 +144,7 @@ class _Places:
             self.aux_BTF[at] = states.aux_BSF[:, 0].to("cpu", self.aux_BTF.dtype)
             self.hidden_BTH[at] = states.hidden_BSH[:, 0].to("cpu", self.hidden_BTH.dtype)
             self.lse_BT[at] = logits_BV.logsumexp(-1).to("cpu")
-            self.argmax_BT[at] = logits_BV.argmax(-1).to("cpu", torch.int32)
+            self.argmax_BT[at] = best_B.to("cpu", torch.int32)
         self.last_B[places] = ids
         for place, token in zip(places, ids.tolist(), strict=True):
             answer = self._answer(place)
