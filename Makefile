@@ -13,8 +13,6 @@ LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Threads that wait give their core away: on a shared machine spinning ones stall each other.
-export OMP_WAIT_POLICY := passive
 
 .PHONY: help setup demo test check lint bench clean
 .DEFAULT_GOAL := help
@@ -56,7 +54,8 @@ check: lint  ## lint, types, layers, fast tests
 	$(BIN)/lint-imports
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu and not vllm"
 
-bench: $(STAMP)  ## measure the exported drafter of RECIPE and report
+bench: $(STAMP)  ## ratios of this machine, then the exported drafter of RECIPE and its report
+	$(BIN)/python tests/benchmarks/speed.py
 	$(BIN)/python eval/bench.py $(RECIPE)
 	$(BIN)/python eval/leaderboard.py $(RUN)/results --out $(RUN)/report
 
