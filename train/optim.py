@@ -27,7 +27,7 @@ def param_groups(module: nn.Module, weight_decay: float) -> list[dict[str, objec
 def build_optimizer(module: nn.Module, section: TrainSection) -> torch.optim.AdamW:
     """AdamW as the recipe says. The loop sets the rate before every step (lr_factor, set_lr)."""
     return torch.optim.AdamW(
-        param_groups(module, section.weight_decay), lr=section.lr, betas=section.betas
+        param_groups(module, section.weight_decay), lr=section.lr, betas=section.betas, fused=True
     )
 
 
