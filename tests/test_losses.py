@@ -115,7 +115,8 @@ def test_chunks_equal_all_logits_at_once(name, keep_mass, chunk_size):
     _, _, p_ND, labels_N = case
     alpha = torch.minimum(p_ND, logits_ND.softmax(1)).sum().item()
     assert stats["num_positions"].item() == 23
-    assert stats["loss_sum"].item() == pytest.approx(want_loss.item(), rel=1e-6)
+    unweighted, *_ = naive(name, case, options, torch.ones(23))
+    assert stats["loss_sum"].item() == pytest.approx(unweighted.item(), rel=1e-5)
     assert stats["alpha_sum"].item() == pytest.approx(alpha, rel=1e-6)
     assert stats["num_top1"].item() == (logits_ND.argmax(1) == labels_N).sum().item()
 
@@ -256,3 +257,24 @@ def test_p58_logits_of_more_than_one_chunk_never_exist(name):
         want = LOSSES[name](hidden_NH @ weight_DH.T, p_ND, labels_N, OPTIONS).sum()
     assert whole.numel == num_positions * vocab  # so the probe sees what it should
     torch.testing.assert_close(loss, want, rtol=1e-4, atol=0)
+
+
+def test_metrics_by_group_are_those_of_each_group_alone():
+    case = make_case()
+    hidden_NH, weight_DH, p_ND, labels_N = case
+    groups_N = torch.arange(23) % 3
+
+    def stats_of(rows):
+        def teacher(chunk):
+            return p_ND[rows][chunk], labels_N[rows][chunk]
+
+        return linear_loss(
+            hidden_NH[rows], weight_DH, teacher, LOSSES["kl"], LossOptions(), 5,
+            groups_N=groups_N[rows], num_groups=3,
+        )[1]  # fmt: skip
+
+    together = stats_of(torch.arange(23))
+    for group in range(3):
+        alone = stats_of((groups_N == group).nonzero()[:, 0])
+        for name, values in together.items():
+            assert values[group].item() == pytest.approx(alone[name][group].item(), rel=1e-5)

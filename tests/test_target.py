@@ -248,8 +248,8 @@ def test_random_target_is_built_once_and_always_the_same(tmp_path, monkeypatch):
         before = torch.get_rng_state()
         path = embedded.resolve("random:qwen3-tiny")
         assert torch.equal(torch.get_rng_state(), before)
-        assert path == str(folder / "random-qwen3-tiny")
-        weights.append((folder / "random-qwen3-tiny" / "model.safetensors").read_bytes())
+        assert path == str(folder / "random-qwen3-tiny-v1")
+        weights.append((folder / "random-qwen3-tiny-v1" / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
     monkeypatch.setattr(embedded, "Qwen3ForCausalLM", None)  # a second build would fail
     assert embedded.resolve("random:qwen3-tiny") == path
@@ -259,7 +259,7 @@ def test_random_target_is_built_once_and_always_the_same(tmp_path, monkeypatch):
 
 def test_interrupted_build_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    folder = tmp_path / "random-qwen3-tiny"
+    folder = tmp_path / "random-qwen3-tiny-v1"
     folder.mkdir()  # no config.json: nothing usable in it
     embedded.resolve("random:qwen3-tiny")
     assert (folder / "config.json").exists()
