@@ -225,7 +225,7 @@ def _magpie(
         for answer in generate(
             target, requests, recipe.data.batch_size, length, stop_taking=out_of_time
         ):
-            text = target.tokenizer.decode(answer.ids, skip_special_tokens=True).strip()
+            text = str(target.tokenizer.decode(answer.ids, skip_special_tokens=True)).strip()
             prompt = make_prompt("magpie", text, category="magpie")
             whole = answer.finish == "stop" and len(text.split()) >= 3
             if whole and not prompt_ngrams(prompt) & blocked:

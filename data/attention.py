@@ -6,6 +6,8 @@ Both hang into the transformers model by its own extension points (an attention 
 name, and a subclass of nn.Linear), so every architecture keeps its own modelling code.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +22,7 @@ FEW_QUERIES = 64  # query rows a kv head, up to which attention is two plain pro
 
 
 def attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -51,7 +53,7 @@ def attend(
             ones_SS = torch.ones(S, S, dtype=torch.bool, device=query.device)
             mask_BST = (ones_SS.tril() & ones_SS.triu(1 - sliding_window))[None]
     else:
-        key, value = kv_cache.append(int(module.layer_idx), key, value)  # type: ignore[call-overload]
+        key, value = kv_cache.append(module.layer_idx, key, value)
         mask_BST = kv_cache.mask_BST(sliding_window)
     if softcap is not None:
         return _softcapped(query, key, value, mask_BST, scaling, softcap), None

@@ -186,7 +186,8 @@ def _rows_from_responses(folder: Path, keep_truncated: bool) -> list[dict[str, A
 
 def _rows_from_conversations(recipe: Recipe, target: Target) -> list[dict[str, Any]]:
     """Rows with the answers of the source itself (regenerate: false)."""
-    section, rows, drops = recipe.data, [], {}
+    section, rows = recipe.data, []
+    drops: dict[str, int] = {}
     conversations, _ = load_prompts(section, benchmark_ngrams(section.decontaminate))
     for c in conversations:
         try:

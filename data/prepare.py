@@ -28,7 +28,7 @@ def show(row: Row, target: Target, console: Console) -> None:
     """One row; supervised tokens are green, the others grey, special tokens visible."""
     text = Text()
     for token, supervised in zip(row.ids_S.tolist(), row.mask_S.tolist(), strict=True):
-        piece = target.tokenizer.decode([token])
+        piece = str(target.tokenizer.decode([token]))
         text.append(piece, style="bold green" if supervised else "bright_black")
     console.rule(f"{row.id}: {int(row.mask_S.sum())} of {len(row.ids_S)} tokens supervised")
     console.print(text)

@@ -10,6 +10,7 @@ no second pass over the data is needed.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -256,7 +257,7 @@ def _prefills(requests: list[Request]) -> list[list[Request]]:
     return parts
 
 
-def magpie_prefix(target: Target, template_kwargs: dict[str, object] | None = None) -> list[int]:
+def magpie_prefix(target: Target, template_kwargs: dict[str, Any] | None = None) -> list[int]:
     """Ids of the template up to where a user's words begin.
 
     Continued by the target, they become a user's message (Magpie, Xu et al. 2406.08464).

@@ -66,12 +66,12 @@ class Target:
     """A causal language model that is only ever read."""
 
     def __init__(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, revision: str
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, name: str, revision: str
     ) -> None:
-        self.model: Any = model.eval().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name, self.revision = name, revision
-        self.config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        self.config = model.config.get_text_config()
         self.model.set_attn_implementation(ATTENTION)
         use_thin_linears(model)
         self.decoder: Any = self.model.get_decoder()

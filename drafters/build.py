@@ -111,7 +111,7 @@ def _warm_start(drafter: Eagle3, target: Target) -> None:
             values = source.get("input_layernorm.weight" if first_norm else name)
             if name == "input_layernorm.weight" and index == 0:
                 continue  # norm of the embedding: ones
-            part = parameter
+            part: torch.Tensor = parameter
             if index == 0 and name.split(".")[1] in ("q_proj", "k_proj", "v_proj"):
                 part = parameter[:, H:]
             if values is None or values.shape != part.shape:

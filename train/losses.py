@@ -67,10 +67,11 @@ def kl(logits_ND: Tensor, p_ND: Tensor, _labels_N: Tensor, _options: LossOptions
         losses_N in nats.
     Source: EAGLE-3 (arXiv 2503.01840).
     """
-    # The same as sum p (log p - log q), with log q = logit - logsumexp taken apart: no [N, D] tensor
-    # but the gradient is made for it.
-    cross_N = p_ND.sum(dim=1) * logits_ND.logsumexp(dim=1) - torch.linalg.vecdot(p_ND, logits_ND)
-    return cross_N - torch.special.entr(p_ND).sum(dim=1)
+    # sum p (log p - log q), with log q = logit - logsumexp taken apart: no [N, D] tensor but the
+    # gradient is made for it.
+    dot_N: Tensor = torch.linalg.vecdot(p_ND, logits_ND)
+    entropy_N: Tensor = torch.special.entr(p_ND).sum(dim=1)
+    return p_ND.sum(dim=1) * logits_ND.logsumexp(dim=1) - dot_N - entropy_N
 
 
 def tv(logits_ND: Tensor, p_ND: Tensor, _labels_N: Tensor, _options: LossOptions) -> Tensor:
@@ -173,7 +174,7 @@ def linear_loss(
         hidden_grad=grad and hidden_NH.requires_grad,
         weight_grad=grad and weight_DH.requires_grad,
     )
-    loss_sum, stats = _LinearLoss.apply(hidden_NH, weight_DH, work)  # type: ignore[no-untyped-call]
+    loss_sum, stats = _LinearLoss.apply(hidden_NH, weight_DH, work)
     return loss_sum, dict(zip(STATS, stats.unbind(), strict=True))
 
 

@@ -32,20 +32,20 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     quietly runs each process on its own. The world size is therefore checked.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    use_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     precision = recipe.train.mixed_precision
-    if deepspeed and recipe.train.gradient_accumulation > 1:
+    if use_deepspeed and recipe.train.gradient_accumulation > 1:
         raise UserError(
             "train.gradient_accumulation is not supported with DeepSpeed yet: set it to 1 and "
             "raise train.micro_batch_size or the number of processes"
         )
     if torch.cuda.is_available() and recipe.target.device != "cpu":
         accelerator = Accelerator(mixed_precision=precision)
-    elif deepspeed and "LOCAL_RANK" in os.environ:
-        import deepspeed.ops
+    elif use_deepspeed and "LOCAL_RANK" in os.environ:
+        from deepspeed import ops
 
         # Otherwise the first run compiles a shared-memory helper for a minute; gloo does as well.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
         accelerator = Accelerator(
             mixed_precision=precision, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]
         )
@@ -57,6 +57,11 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             f"{accelerator.num_processes}; use one of recipes/accelerate/*.yaml"
         )
     plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage == 3:
+        raise UserError(
+            "ZeRO-3 is not supported yet: the drafter is saved without gathering its shards; use "
+            "recipes/accelerate/zero2.yaml (a drafter's weights fit on one device)"
+        )
     if plugin is not None:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch_size
         plugin.deepspeed_config["gradient_clipping"] = recipe.train.clip
