@@ -181,7 +181,7 @@ class DrafterSection(Section):
     )
     train_head: bool = Field(default=True, description="train the head, as EAGLE-3, or freeze it")
     norm_before_residual: bool = Field(
-        default=True, description="the residual carries the normed state (EAGLE-3.1 switch)"
+        default=False, description="the residual carries the normed state; EAGLE-3: as it is"
     )
     norm_before_fc: bool = Field(
         default=False, description="one norm over the joined states before fc (EAGLE-3.1 switch)"

@@ -169,3 +169,15 @@ def test_warm_start_is_the_targets_last_layer(target: Target) -> None:
 
 def test_tau_of_product_of_alphas() -> None:
     assert tau_of([0.5, 0.5, 0.0]) == pytest.approx(1 + 0.5 + 0.25)
+
+
+def test_p36_no_row_sees_a_target_state_that_it_will_not_have_when_drafting(target: Target) -> None:
+    # Row t drafts before the target has run over t+1: no later state may change any of its steps.
+    drafter = make_distiller(target).drafter
+    ids_BS, aux_BSF = torch.randint(0, 256, (1, 12)), torch.randn(1, 12, 192)
+    changed = aux_BSF.clone()
+    changed[:, 7:] += 1.0
+    before, after = drafter.rollout(ids_BS, aux_BSF, 3), drafter.rollout(ids_BS, changed, 3)
+    for k in range(3):
+        assert torch.equal(before[k][:, :7], after[k][:, :7])
+        assert not torch.equal(before[k][:, 7], after[k][:, 7])
