@@ -108,6 +108,7 @@ def test_scripts_are_imported_by_nobody():
             assert not re.search(pattern, path.read_text(), flags=re.MULTILINE), (path, name)
 
 
+@pytest.mark.slow
 def test_script_works_where_a_folder_of_the_same_name_lies(tmp_path):
     # accelerate with DeepSpeed puts the working directory on PYTHONPATH.
     for package in PACKAGES:

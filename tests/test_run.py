@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.slow  # each command takes ten seconds to import what it needs
+
 ROOT = Path(__file__).resolve().parents[1]
 SMOKE = "recipes/smoke.yaml"
 FAST = ["data.num_prompts=12", "data.max_new_tokens=10", "train.validate_prompts=1"]
