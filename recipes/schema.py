@@ -263,9 +263,6 @@ class TrainSection(Section):
         default=16, description="held-out prompts decoded speculatively; 0 = none"
     )
     validate_max_new_tokens: Count = Field(default=64, description="tokens a validation answer")
-    num_workers: CountOrZero = Field(
-        default=0, description="no effect yet: rows are always loaded in the training process"
-    )
 
     @field_validator("betas")
     @classmethod

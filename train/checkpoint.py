@@ -37,7 +37,6 @@ FREE = (
     "train.save_every",
     "train.keep_checkpoints",
     "train.validate_",
-    "train.num_workers",
     "eval.",
     "export.",
     "log.",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
 
 from data.files import read_json, write_json
 from data.pipeline import aux_layers_of, prepare
@@ -57,10 +57,11 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             f"{accelerator.num_processes}; use one of recipes/accelerate/*.yaml"
         )
     plugin = accelerator.state.deepspeed_plugin
-    if plugin is not None and plugin.zero_stage == 3:
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded or (plugin is not None and plugin.zero_stage == 3):
         raise UserError(
-            "ZeRO-3 is not supported yet: the drafter is saved without gathering its shards; use "
-            "recipes/accelerate/zero2.yaml (a drafter's weights fit on one device)"
+            "FSDP and ZeRO-3 are not supported yet: the drafter is saved without gathering its "
+            "shards; use recipes/accelerate/ddp.yaml or zero2.yaml (its weights fit on one device)"
         )
     if plugin is not None:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch_size
