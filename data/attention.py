@@ -124,7 +124,8 @@ def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         return F.linear(x, weight, bias)
     rows = x.reshape(num_rows, x.shape[-1])
     columns = torch.cat([rows, rows]) if num_rows == 1 else rows
-    out = torch.mm(weight, columns.t())[:, :num_rows].t()
+    # Contiguous, since all that follows would be slower on a transposed layout than the copy is.
+    out = torch.mm(weight, columns.t())[:, :num_rows].t().contiguous()
     if bias is not None:
         out = out + bias
     return out.reshape(*x.shape[:-1], weight.shape[0])

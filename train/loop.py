@@ -136,10 +136,12 @@ def train(
         world,
     )
 
+    plan: list[list[int]] = []
+
     def windows() -> Iterator[list[Batch]]:
         """Micro-batches of each optimizer step, from where `done` stands; moves it on."""
         while True:
-            plan = epoch_plan(recipe, rows, done.epoch, rank, world)
+            plan[:] = epoch_plan(recipe, rows, done.epoch, rank, world)
             while done.index < len(plan):
                 window = plan[done.index : done.index + section.gradient_accumulation]
                 done.index += len(window)
@@ -209,7 +211,7 @@ def train(
                         "lr": lr,
                         "grad_norm": sum(norms) / len(norms),
                         "grad_norm_max": max(norms),
-                        "epoch": done.epoch + done.index / len(rows),
+                        "epoch": done.epoch + done.index / len(plan),
                         "num_tokens": done.num_tokens,
                         "tokens_per_second": (done.num_tokens - logged_tokens) / (now - logged),
                         "minutes": done.seconds / 60,
