@@ -20,6 +20,7 @@ from data.prompt_rows import Prompt, make_prompt, prompt_ngrams
 from data.prompts import load_prompts, magpie_count
 from data.regenerate import Answer, Request, generate, magpie_prefix
 from data.target import DTYPES, Target
+from recipes.errors import UserError
 from recipes.schema import Recipe
 
 log = logging.getLogger("draftsmith")
@@ -36,7 +37,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if whole != text:
         log.warning("%s: the last line was cut short by a kill and is dropped", path)
         write_text(path, whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    try:
+        rows = [json.loads(line) for line in whole.splitlines()]
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is damaged: {error}; delete that line") from error
+    if not all(isinstance(row, dict) and "id" in row for row in rows):
+        raise UserError(f"{path} is damaged: a line is no object with an id; delete that line")
+    return rows
 
 
 def _answers_key(recipe: Recipe, target: Target) -> dict[str, Any]:
@@ -66,6 +73,15 @@ def _answers_key(recipe: Recipe, target: Target) -> dict[str, Any]:
     }
 
 
+def _read_manifest(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    stored = read_json(path)
+    if not (isinstance(stored, dict) and {"key", "done"} <= stored.keys()):
+        raise UserError(f"{path} is damaged; delete it, the answers beside it are kept")
+    return stored
+
+
 def answer_prompts(
     recipe: Recipe,
     target: Target,
@@ -75,9 +91,12 @@ def answer_prompts(
     """Fill responses.jsonl (and the states, with capture: generate) until done or out of time."""
     folder, section = recipe.run_dir / "data", recipe.data
     manifest, key = folder / "manifest.json", _answers_key(recipe, target)
-    stored = read_json(manifest) if manifest.exists() else None
+    stored = _read_manifest(manifest)
     if stored is not None and stored["key"] != key:
         changed = [k for k in key if stored["key"].get(k) != key[k]]
+        # A source or template that cannot be read fails here, before anything is deleted.
+        wanted, _ = load_prompts(section, benchmark_ngrams(section.decontaminate))
+        _requests(recipe, target, wanted[:1])
         log.warning("%s: made with other %s; building it again", folder, ", ".join(changed))
         for name in ("prompts.jsonl", "responses.jsonl"):
             (folder / name).unlink(missing_ok=True)

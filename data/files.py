@@ -18,10 +18,18 @@ from recipes.errors import UserError
 _MARGIN = 1.05  # file systems need a little more than the bytes written
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents; UserError where that cannot be done."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {path}: {error.strerror}") from error
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write UTF-8 text; parent folders are made."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
@@ -64,7 +72,7 @@ def replace_dir(path: str | Path) -> Iterator[Path]:
     at the end `path` is absent for an instant; what stood there is kept until the new one stands.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
     old = temporary.with_suffix(".old")
     try:

@@ -196,7 +196,7 @@ def load_vocab(path: str | Path, key: str) -> DraftVocab | None:
     if not Path(path).exists():
         return None
     stored = read_json(path)
-    if stored.get("key") != key:
+    if not isinstance(stored, dict) or stored.get("key") != key:
         log.info("%s: built from other data, size or tokenizer; building it again", path)
         return None
     return DraftVocab(torch.tensor(stored["ids"], dtype=torch.int64), stored["vocab_size"])

@@ -153,6 +153,8 @@ def test_half_written_checkpoint_is_never_picked_up(tmp_path, caplog, monkeypatc
     assert "step-3 is not complete" in caplog.text
     with pytest.raises(UserError, match="not complete"):
         run.load(bad)
+    (bad / "state.json").write_text("[]")
+    assert latest(run.recipe.run_dir) == good
     weights.unlink()
     assert latest(run.recipe.run_dir) == good
 

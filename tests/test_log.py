@@ -54,6 +54,7 @@ def test_resume_drops_lines_past_the_checkpoint(tmp_path):
         for step in (1, 2, 3):
             log.log(step, {"loss": 1.0})
     with (tmp_path / "toy" / "metrics.jsonl").open("a") as file:
+        file.write("3\n{}\n")  # damage
         file.write('{"step": 1, "lo')  # a killed run's last line
     with make_log(tmp_path, resume_step=2) as log:
         log.log(3, {"loss": 2.0})

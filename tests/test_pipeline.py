@@ -163,3 +163,29 @@ def test_magpie_prompts_are_the_targets_own(tmp_path: Path, target: Target) -> N
     lines = (recipe.run_dir / "data/prompts.jsonl").read_text().splitlines()
     prompts = [json.loads(line) for line in lines]
     assert sum(p["source"] == "book" for p in prompts) == 4
+
+
+def test_a_source_that_cannot_be_read_deletes_no_answers(tmp_path: Path, target: Target) -> None:
+    recipe = smoke(tmp_path)
+    prepare(recipe, target)
+    before = responses(recipe)
+    with pytest.raises(UserError, match="no such file"):
+        prepare(smoke(tmp_path, "data.sources=[/nope.jsonl]"), target)
+    with pytest.raises(UserError, match="chat_template cannot be read"):
+        prepare(smoke(tmp_path, "data.chat_template=/nope.jinja"), target)
+    assert responses(recipe) == before
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "responses.jsonl"])
+def test_a_damaged_file_is_named(tmp_path: Path, target: Target, name: str) -> None:
+    recipe = smoke(tmp_path)
+    prepare(recipe, target)
+    (recipe.run_dir / "data" / name).write_text("[]\n")
+    with pytest.raises(UserError, match=f"{name} is damaged"):
+        prepare(recipe, target)
+
+
+def test_a_file_in_the_way_of_the_run_is_named(tmp_path: Path, target: Target) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(UserError, match="cannot make the folder"):
+        prepare(smoke(tmp_path / "taken"), target)

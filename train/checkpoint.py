@@ -125,14 +125,8 @@ def load(accelerator: Accelerator, path: Path, recipe: Recipe) -> Progress:
     fault = _fault(path)
     if fault is not None:
         raise UserError(f"checkpoint {path} is not complete: {fault}")
+    check_recipe(path, recipe)
     state = read_json(path / STATE)
-    changes = differences(state["recipe"], recipe.model_dump(mode="json"))
-    if changes:
-        raise UserError(
-            f"cannot resume from {path}: the recipe differs in keys that change the result: "
-            + "; ".join(changes)
-            + ". Restore them, or start anew under another name"
-        )
     if state["num_processes"] != accelerator.num_processes:
         raise UserError(
             f"cannot resume from {path}: it was made by {state['num_processes']} processes, this "
@@ -140,6 +134,17 @@ def load(accelerator: Accelerator, path: Path, recipe: Recipe) -> Progress:
         )
     accelerator.load_state(str(path))
     return Progress(**state["progress"])
+
+
+def check_recipe(path: Path, recipe: Recipe) -> None:
+    """Refuse (UserError) a complete checkpoint of a recipe that differs in what matters."""
+    changes = differences(read_json(path / STATE)["recipe"], recipe.model_dump(mode="json"))
+    if changes:
+        raise UserError(
+            f"cannot resume from {path}: the recipe differs in keys that change the result: "
+            + "; ".join(changes)
+            + ". Restore them, or start anew under another name"
+        )
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -180,6 +185,8 @@ def _fault(path: Path) -> str | None:
         state = read_json(path / STATE)
     except UserError as error:
         return str(error)
+    if not isinstance(state, dict) or not {"version", "files", "recipe"} <= state.keys():
+        return f"{STATE} is damaged"
     if state["version"] != VERSION:
         return f"format {state['version']}, this version reads {VERSION}"
     for name, size in state["files"].items():

@@ -200,7 +200,7 @@ def _lines_until(path: Path, step: int) -> list[str]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             whole = line.endswith("\n") and json.loads(line)["step"] <= step
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, KeyError, TypeError):
             whole = False
         if whole:
             kept.append(line)

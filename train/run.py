@@ -78,7 +78,10 @@ def result_key(recipe: Recipe) -> dict[str, Any]:
 def finished(recipe: Recipe) -> bool:
     """Whether RUN/drafter was trained with this very recipe."""
     path = recipe.run_dir / "trained.json"
-    return path.exists() and read_json(path)["recipe"] == result_key(recipe)
+    if not path.exists():
+        return False
+    record = read_json(path)
+    return isinstance(record, dict) and record.get("recipe") == result_key(recipe)
 
 
 def run(recipe: Recipe, resume: bool) -> Path:
@@ -90,7 +93,10 @@ def run(recipe: Recipe, resume: bool) -> Path:
     if finished(recipe):
         log.info("%s is trained already (change the recipe or its name to train anew)", folder)
         return folder
-    if checkpoint.latest(recipe.run_dir) is not None and not resume:
+    newest = checkpoint.latest(recipe.run_dir)
+    if newest is not None and resume:
+        checkpoint.check_recipe(newest, recipe)  # before prepare() replaces any data
+    elif newest is not None:
         raise UserError(
             f"{recipe.run_dir}/checkpoints holds a run: go on with it by --resume, or choose "
             "another name (name=...) or delete that folder"
