@@ -25,7 +25,7 @@ from data.answers import answer_prompts, read_jsonl
 from data.batch import Row
 from data.benchmarks import benchmark_ngrams
 from data.conversations import BadRow, check_mask_share, render
-from data.files import make_folder, require_disk, write_json, write_text
+from data.files import make_folder, require_disk, stable_hash, write_json, write_text
 from data.hidden_states import StateStore, bytes_per_token, capture_pass, manifest_of
 from data.progress import progress
 from data.prompts import load_prompts, split_heldout
@@ -69,15 +69,22 @@ def prepare(recipe: Recipe, target: Target) -> Prepared:
     folder, section = data_dir(recipe), recipe.data
     make_folder(folder)
     aux_layers = aux_layers_of(recipe, target)
-    store = None
-    if section.states == "cached":
-        manifest = manifest_of(target, aux_layers, section.states_dtype)
-        store = StateStore(folder / "states", manifest)
     if section.chat_template is not None:
         try:
             target.tokenizer.chat_template = section.chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"data.chat_template cannot be read: {error}") from error
+    store = None
+    if section.states == "cached":
+        manifest = manifest_of(target, aux_layers, section.states_dtype)
+        if not section.regenerate:  # the same id then stands for tokens that depend on these
+            rendering = [
+                section.max_length,
+                section.template_kwargs,
+                target.tokenizer.chat_template,
+            ]
+            manifest["rows_of_the_source"] = stable_hash(rendering)
+        store = StateStore(folder / "states", manifest)
     if section.regenerate:
         answer_prompts(recipe, target, aux_layers, store)
         rows = _rows_from_responses(folder, section.keep_truncated)

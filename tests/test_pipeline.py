@@ -189,3 +189,19 @@ def test_a_file_in_the_way_of_the_run_is_named(tmp_path: Path, target: Target) -
     (tmp_path / "taken").write_text("")
     with pytest.raises(UserError, match="cannot make the folder"):
         prepare(smoke(tmp_path / "taken"), target)
+
+
+def test_states_are_those_of_the_rows_when_rendering_changes(
+    tmp_path: Path, target: Target
+) -> None:
+    source = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * 30}]
+    lines = [json.dumps({"id": f"r{i}", "messages": turns + turns[: i % 2]}) for i in range(8)]
+    source.write_text("\n".join(lines) + "\n")
+    of_source = [f"data.sources=[{source}]", "data.regenerate=false", "data.capture=pass"]
+    for length in (60, 40):
+        fit = [f"data.max_length={length}", "data.max_prompt_tokens=20"]
+        prepared = prepare(smoke(tmp_path, *of_source, *fit), target)
+        assert prepared.store is not None
+        for row in prepared.train:
+            assert len(prepared.store.get(row.id).hidden_SH) == len(row.ids_S)
