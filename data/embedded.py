@@ -96,7 +96,7 @@ def _convert_smollm2(folder: Path) -> None:
     model.load_state_dict(source.state_dict())
     model.tie_weights()
     with replace_dir(folder) as partial:
-        model.to(dtype=torch.bfloat16).save_pretrained(partial)
+        model.bfloat16().save_pretrained(partial)
         tokenizer.save_pretrained(partial)
 
 
