@@ -275,7 +275,7 @@ def test_embedded_target_without_its_package_says_how_to_get_it(tmp_path, monkey
 
 def test_byte_tokenizer_gives_text_back():
     tokenizer = byte_tokenizer()
-    text = "caf\u00e9 \u2603\n"
+    text = "na\u00efve \u2603\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer) == 259
 
