@@ -9,8 +9,10 @@ import time
 
 import pytest
 
+from data.progress import progress
+from data.provenance import git_state
 from recipes.schema import LogSection, Recipe
-from train.log import MetricsLog, git_state, progress, write_run_record
+from train.log import MetricsLog, write_run_record
 
 
 def make_recipe(tmp_path):

@@ -1,4 +1,4 @@
-"""Where a run's numbers go, and what it was: metrics, run record, progress bars."""
+"""Where a run's numbers go, and what it was: metrics and run record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from typing_extensions import Self
 
 from data.files import write_json, write_text
-from data.progress import progress as progress  # part of this module's interface
 from data.provenance import ROOT, git_state, hardware, versions
 from recipes.errors import UserError
 from recipes.schema import LogSection, Recipe
