@@ -1,6 +1,8 @@
 """Keys and values of one model, with a length of its own for every row.
 
-Dimension letters: B rows, T places in the cache, S new tokens, N kv heads, D head width.
+Dimension letters: B rows, T places in the cache, S new tokens, N kv heads, D head width, P nodes of
+a draft tree behind the committed places (those of earlier passes and the S new ones), A accepted
+nodes.
 
 Rollback never copies: a row's length says how many of its places hold committed tokens, and
 whatever lies behind is overwritten by the next append. That is what speculative decoding needs
@@ -8,8 +10,23 @@ whatever lies behind is overwritten by the next append. That is what speculative
 is handed to a new row by setting its length to zero).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class TreeNodes(NamedTuple):
+    """How the tokens of a pass hang together when they are a tree and not a chain.
+
+    The P nodes lie behind the committed places of each row in this order; the last S are new.
+
+    depths_BP: int64; a node stands at position length + depth, so nodes may share one.
+    sees_BSP: bool; which nodes each new one attends to: its ancestors and itself (never none).
+    """
+
+    depths_BP: Tensor
+    sees_BSP: Tensor
 
 
 class KVCache:
@@ -45,22 +62,35 @@ class KVCache:
     def batch_size(self) -> int:
         return int(self.lengths_B.shape[0])
 
-    def begin(self, num_new: int) -> None:
-        """Announce a forward pass over `num_new` tokens in every row (before the first append)."""
-        longest = int(self.lengths_B.max()) + num_new
+    def begin(self, num_new: int, nodes: TreeNodes | None = None) -> None:
+        """Announce a forward pass over `num_new` tokens in every row (before the first append).
+
+        Args:
+            nodes: the tree that the new tokens belong to; None = each follows the one before it.
+
+        Raises:
+            IndexError: the pass needs more places than there are.
+        """
+        num_nodes = num_new if nodes is None else nodes.depths_BP.shape[1]
+        longest = int(self.lengths_B.max()) + num_nodes
         if longest > self.max_length:
             raise IndexError(
                 f"the cache has {self.max_length} places and this pass needs {longest}"
             )
         self._window = (longest, num_new)
+        self._nodes = nodes
         self._masks: dict[int | None, Tensor] = {}
-        offsets_S = torch.arange(num_new, device=self.lengths_B.device)
-        self.positions_BS = self.lengths_B[:, None] + offsets_S[None]
+        offsets_S = torch.arange(num_nodes - num_new, num_nodes, device=self.lengths_B.device)
+        self.places_BS = self.lengths_B[:, None] + offsets_S[None]
+        self.positions_BS = self.places_BS
+        if nodes is not None:
+            depths_BS = nodes.depths_BP[:, num_nodes - num_new :]
+            self.positions_BS = self.lengths_B[:, None] + depths_BS
         self.aligned = bool((self.lengths_B == self.lengths_B[0]).all())
         self.start = longest - num_new
 
     def append(self, layer: int, keys_BNSD: Tensor, values_BNSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new entries behind each row's length; return views of all that may be read."""
+        """Write the new entries behind what each row has; return views of all that may be read."""
         longest = self._window[0]
         keys, values = self.keys[layer], self.values[layer]
         if self.aligned:
@@ -68,23 +98,63 @@ class KVCache:
             values[:, :, self.start : longest] = values_BNSD
         else:
             rows_B1 = self.rows_B[:, None]
-            keys[rows_B1, :, self.positions_BS] = keys_BNSD.transpose(1, 2)
-            values[rows_B1, :, self.positions_BS] = values_BNSD.transpose(1, 2)
+            keys[rows_B1, :, self.places_BS] = keys_BNSD.transpose(1, 2)
+            values[rows_B1, :, self.places_BS] = values_BNSD.transpose(1, 2)
         return keys[:, :, :longest], values[:, :, :longest]
 
     def mask_BST(self, sliding_window: int | None = None) -> Tensor:
-        """True where new token s of row b may look at place t: places 0 .. length_b + s.
+        """True where new token s of row b may look at place t.
 
-        The same for every layer of a pass, so it is made once.
+        In a chain: places 0 .. length_b + s. In a tree: the committed places and the nodes that s
+        sees. A window counts positions, of which nodes of one depth share one. The same for every
+        layer of a pass, so it is made once.
         """
         if sliding_window in self._masks:
             return self._masks[sliding_window]
         places_T = torch.arange(self._window[0], device=self.lengths_B.device)
-        mask_BST = places_T[None, None] <= self.positions_BS[..., None]
+        if self._nodes is None:
+            mask_BST = places_T[None, None] <= self.positions_BS[..., None]
+            place_positions_BT = places_T[None]
+        else:
+            mask_BST, place_positions_BT = self._tree_mask(places_T, self._nodes)
         if sliding_window is not None:
-            mask_BST &= places_T[None, None] > self.positions_BS[..., None] - sliding_window
+            oldest_BS1 = self.positions_BS[..., None] - sliding_window
+            mask_BST = mask_BST & (place_positions_BT[:, None] > oldest_BS1)
         self._masks[sliding_window] = mask_BST
         return mask_BST
+
+    def _tree_mask(self, places_T: Tensor, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
+        """Mask without a window, and the position of what lies at each place (B x T)."""
+        num_new, num_nodes = nodes.sees_BSP.shape[1:]
+        node_BT = places_T[None] - self.lengths_B[:, None]
+        committed_BT, is_node_BT = node_BT < 0, (node_BT >= 0) & (node_BT < num_nodes)
+        node_BT = node_BT.clamp(0, num_nodes - 1)
+        sees_BST = nodes.sees_BSP.gather(2, node_BT[:, None].expand(-1, num_new, -1))
+        mask_BST = committed_BT[:, None] | (sees_BST & is_node_BT[:, None])
+        depths_BT = nodes.depths_BP.gather(1, node_BT)
+        return mask_BST, torch.where(
+            committed_BT, places_T[None], self.lengths_B[:, None] + depths_BT
+        )
+
+    def keep_path(self, path_BA: Tensor, num_B: Tensor) -> None:
+        """Commit some nodes of the tree just appended: they move up behind each row's length.
+
+        Nothing is computed again: node n of a path has depth n, so its key was rotated to the
+        position that it takes now.
+
+        Args:
+            path_BA: int64 node indices, ascending within a row; entries from num_B on are padding
+                (any valid index).
+            num_B: how many nodes of the path each row commits.
+        """
+        offsets_A = torch.arange(path_BA.shape[1], device=path_BA.device)
+        if bool(((path_BA != offsets_A) & (offsets_A < num_B[:, None])).any()):
+            rows_B1 = self.rows_B[:, None]
+            old_BA = self.lengths_B[:, None] + path_BA
+            new_BA = self.lengths_B[:, None] + offsets_A
+            for buffer in (*self.keys, *self.values):
+                buffer[rows_B1, :, new_BA] = buffer[rows_B1, :, old_BA]
+        self.advance(num_B)
 
     def advance(self, num_tokens_B: Tensor | int) -> None:
         """Commit the first `num_tokens` of the tokens just appended, row by row."""

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from data import conversations, embedded
 from data.attention import ATTENTION, thin_linear, use_thin_linears
-from data.cache import KVCache
+from data.cache import KVCache, TreeNodes
 from data.files import stable_hash
 from recipes.errors import UserError
 from recipes.schema import TargetSection
@@ -138,17 +138,6 @@ class Target:
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
-    def default_aux_layers(self) -> tuple[int, ...]:
-        """(2, n//2, n-3), the layers that vLLM reads when a checkpoint names none."""
-        n = self.num_layers
-        layers = (2, n // 2, n - 3)
-        if sorted(set(layers)) != list(layers):
-            raise UserError(
-                f"target {self.name} has {n} layers, too few for the default aux layers {layers}; "
-                f"name ascending distinct ones in drafter.aux_layers, each within 0..{n}"
-            )
-        return layers
-
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for `batch_size` rows of at most `max_length` tokens."""
         kinds = set(self.config.to_dict().get("layer_types") or ["full_attention"])
@@ -169,7 +158,11 @@ class Target:
 
     @torch.no_grad()
     def forward(
-        self, ids_BS: Tensor, cache: KVCache | None = None, aux_layers: tuple[int, ...] = ()
+        self,
+        ids_BS: Tensor,
+        cache: KVCache | None = None,
+        aux_layers: tuple[int, ...] = (),
+        nodes: TreeNodes | None = None,
     ) -> TargetStates:
         """Run the decoder over new tokens.
 
@@ -178,10 +171,11 @@ class Target:
                 what stands before it).
             cache: appended to at each row's own length; the caller then calls `cache.advance`.
             aux_layers: layer ids to capture, concatenated in this order.
+            nodes: how the new tokens hang together where they are a tree (needs a cache).
         """
         kwargs: dict[str, Any] = {}
         if cache is not None:
-            cache.begin(ids_BS.shape[1])
+            cache.begin(ids_BS.shape[1], nodes)
             kwargs = {"position_ids": cache.positions_BS, "kv_cache": cache}
         self._wanted = {*aux_layers, self.num_layers}
         self.decoder(input_ids=ids_BS, use_cache=False, **kwargs)
