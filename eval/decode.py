@@ -7,111 +7,33 @@ Invariant after every round: the target's cache holds all committed tokens of a 
 one, which is the first input of the next round.
 """
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from data.sampling import final_probs, sample
+from data.sampling import mark_seen, sample, seen_along, seen_in
 from data.target import Target
-from drafters.base import DecodingDrafter, Proposal, Sampling
+from drafters.base import DecodingDrafter, DraftLaws, Proposal
 from eval.lossless import pit_values
-from eval.verify import verify_token
+from eval.rounds import (
+    Clock,
+    Decoded,
+    DecodeSettings,
+    Round,
+    Seconds,
+    VerifyInputs,
+    record_alpha,
+    record_pit,
+    record_probs,
+)
+from eval.stopping import cut
 
+__all__ = ["DecodeSettings", "Decoded", "Round", "Seconds", "VerifyInputs", "decode"]
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeSettings:
-    """num_draft: tokens proposed a round (0 with no drafter); stop: strings that end an answer."""
-
-    max_new_tokens: int
-    num_draft: int = 0
-    sampling: Sampling = Sampling()
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-
-
-@dataclass
-class Round:
-    """One round of one row.
-
-    proposed: tokens drafted. accepted: of these, kept (not counting what lies behind a stop).
-    emitted: tokens added to the answer, correction or bonus included.
-    """
-
-    proposed: int
-    accepted: int
-    emitted: int
-    drafted_ids: list[int]
-
-
-@dataclass
-class Decoded:
-    """The answer to one prompt and how it came about.
-
-    ids: generated tokens, the stop token included. The first comes from the prefill and belongs to
-    no round. finish: "stop" or "length". alpha_sum / alpha_count: sum over v of min(p, q) at every
-    verified position. pit: transforms of the emitted tokens (sampled decoding only).
-    """
-
-    ids: list[int] = field(default_factory=list)
-    finish: str = ""
-    rounds: list[Round] = field(default_factory=list)
-    alpha_sum: float = 0.0
-    alpha_count: int = 0
-    pit: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Seconds:
-    """Wall time of a decode: prefill apart; draft + verify + other make up the rounds.
-
-    What is only measured, not needed to decode (alpha, PIT), is on no clock.
-    """
-
-    prefill: float = 0.0
-    draft: float = 0.0
-    verify: float = 0.0
-    other: float = 0.0
-
-    @property
-    def decode(self) -> float:
-        return self.draft + self.verify + self.other
-
-
-class _Clock:
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.last = 0.0
-        self.lap()  # what was queued before is not ours
-
-    def lap(self) -> float:
-        if self.cuda:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        took, self.last = now - self.last, now
-        return took
-
-
-def _cut(row: Decoded, new: list[int], settings: DecodeSettings, target: Target) -> list[int]:
-    """The part of `new` that belongs to the answer; sets `finish`. A stop goes before the cap."""
-    for i, token in enumerate(new):
-        if len(row.ids) + i + 1 > settings.max_new_tokens:
-            row.finish = "length"
-            return new[:i]
-        if token in target.eos_ids:
-            row.finish = "stop"
-            return new[: i + 1]
-        if settings.stop:
-            text = target.tokenizer.decode(row.ids + new[: i + 1])
-            if any(s in text for s in settings.stop):
-                row.finish = "stop"
-                return new[: i + 1]
-    if len(row.ids) + len(new) == settings.max_new_tokens:
-        row.finish = "length"
-    return new
+OnTokens = Callable[[int, list[int]], None]
+"""(row, ids): what has just been added to the answer of a row; never anything behind its end."""
 
 
 @torch.inference_mode()
@@ -121,15 +43,18 @@ def decode(
     prompts: list[list[int]],
     settings: DecodeSettings,
     indices: Sequence[int] | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> tuple[list[Decoded], Seconds]:
     """Answer a batch of prompts (token ids); rows keep their own lengths and random numbers.
 
     Args:
         indices: a number for each prompt, which with settings.seed seeds its random numbers, so
             that they do not depend on the batch it is in. None = its place in the batch.
+        on_tokens: told after the prefill and after every round what each row has gained, so that
+            the answers can be shown while they are written.
 
     With temperature 0 in fp32 the tokens equal those of `drafter=None`; with a temperature their
-    law does.
+    law does. Both hold under a repetition penalty, too.
     """
     B, device, sampling, most = len(prompts), target.device, settings.sampling, settings.num_draft
     rows, seconds = [Decoded() for _ in prompts], Seconds()
@@ -144,48 +69,44 @@ def decode(
     def uniforms(num: int) -> Tensor:
         return torch.stack([torch.rand(num, generator=g) for g in generators]).to(device)
 
-    clock = _Clock(device)
+    clock = Clock(device)
     cache = target.new_cache(B, max_length)
     state = drafter.start(prompts, max_length) if drafter else None
     aux_layers = drafter.aux_layers if drafter else ()
     prompt_BN = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(device)
     states = target.forward(prompt_BN, cache, aux_layers)
     cache.advance(lengths_B)
-    p_BV = final_probs(
-        target.logits(states.hidden_BSH[rows_B, lengths_B - 1]),
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        where="target logits after the prompt",
-    )
+    logits_BV = target.logits(states.hidden_BSH[rows_B, lengths_B - 1])
+    seen_BV = seen_in(prompts, logits_BV.shape[-1], device) if sampling.needs_history else None
+    p_BV = sampling.law(logits_BV, seen_BV, where="target logits after the prompt")
     draws_B2 = uniforms(2)
     last_B = sample(p_BV, draws_B2[:, 0])
     if sampling.temperature > 0:
         for row, value in zip(rows, pit_values(p_BV, last_B, draws_B2[:, 1]).tolist(), strict=True):
             row.pit.append(value)
     for row, token in zip(rows, last_B.tolist(), strict=True):
-        row.ids += _cut(row, [token], settings, target)
+        row.ids += cut(row, [token], settings, target)
+    if seen_BV is not None:
+        mark_seen(seen_BV, last_B[:, None], torch.ones_like(last_B))
     if drafter:
         next_BN = prompt_BN.roll(-1, 1)
         next_BN[rows_B, lengths_B - 1] = last_B
         drafter.observe(state, next_BN, states.aux_BSF, lengths_B)
     seconds.prefill = clock.lap()
+    if on_tokens:
+        _tell(on_tokens, rows, [1] * B)
+        clock.lap()
 
     while not all(row.finish for row in rows):
         # Draft: never more than the answer still has room for, the target's own token included.
         room = [0 if r.finish else settings.max_new_tokens - len(r.ids) - 1 for r in rows]
         num_draft = min(settings.num_draft, max(room)) if drafter else 0
         draws = uniforms(3 * most + 2)  # for drafting, accepting, the next token and the PIT
+        seconds.bookkeeping += clock.lap()
         if drafter and num_draft:
-            proposal = drafter.propose(state, num_draft, sampling, draws[:, :num_draft])
-            room_B = torch.tensor(room, device=device)
-            num_B = torch.minimum(proposal.num_proposed_B.to(device), room_B)
-            tokens_BK = proposal.tokens_BK.to(device)
-            width = int(num_B.max())
-            proposal = Proposal(
-                tokens_BK[:, :width],
-                num_B,
-                None if proposal.probs_BKV is None else proposal.probs_BKV[:, :width],
+            proposal = _narrow(
+                drafter.propose(state, num_draft, sampling, draws[:, :num_draft], seen_BV),
+                torch.tensor(room, device=device),
             )
         else:
             none_B = torch.zeros(B, dtype=torch.int64, device=device)
@@ -199,42 +120,62 @@ def decode(
         )
         logits_BSV = target.logits(states.hidden_BSH)
         seconds.verify += clock.lap()
-        p_BSV = final_probs(
+        seen_BSV = None if seen_BV is None else seen_along(seen_BV, proposal.tokens_BK)
+        p_BSV = sampling.law(
             logits_BSV.flatten(0, 1),
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
+            None if seen_BSV is None else seen_BSV.flatten(0, 1),
             where=f"target logits, round {max(len(r.rounds) for r in rows) + 1}",
         ).view(B, K + 1, -1)
-        verdict = verify_token(
-            p_BSV,
-            proposal.tokens_BK,
-            proposal.num_proposed_B,
-            proposal.probs_BKV,
-            draws[:, most : most + K],
-            draws[:, 2 * most],
+        verdict = settings.verify(
+            VerifyInputs(
+                p_BSV=p_BSV,
+                tokens_BK=proposal.tokens_BK,
+                num_proposed_B=proposal.num_proposed_B,
+                q_BKV=proposal.probs_BKV,
+                accept_uniforms_BK=draws[:, most : most + K],
+                final_uniforms_B=draws[:, 2 * most],
+                draft_uniforms_BK=draws[:, :K],
+                laws=proposal.laws,
+            )
         )
+        seconds.sampling += clock.lap()
 
         # Commit what belongs to the answer: nothing behind a stop is counted or left in a cache.
         last_B = verdict.next_token_B
         emitted_BS = torch.cat([proposal.tokens_BK, last_B[:, None]], 1)
         emitted_BS[rows_B, verdict.num_accepted_B] = last_B
-        active = [not row.finish for row in rows]
-        _commit(rows, emitted_BS, proposal, verdict.num_accepted_B, settings, target)
-        committed = [
-            row.rounds[-1].emitted if on else 0 for row, on in zip(rows, active, strict=True)
-        ]
+        committed = _commit(rows, emitted_BS, proposal, verdict.num_accepted_B, settings, target)
         committed_B = torch.tensor(committed, device=device)
         cache.advance(committed_B)
+        if seen_BV is not None:
+            mark_seen(seen_BV, emitted_BS, committed_B)
+        seconds.bookkeeping += clock.lap()
         if drafter:
             drafter.observe(state, emitted_BS, states.aux_BSF, committed_B)
-        seconds.other += clock.lap()
+        seconds.draft += clock.lap()
 
-        _record_alpha(rows, proposal, p_BSV, committed)
+        record_alpha(rows, proposal, p_BSV, committed)
+        record_probs(rows, proposal, p_BSV, emitted_BS, committed)
         if sampling.temperature > 0:
-            _record_pit(rows, emitted_BS, p_BSV, draws[:, 2 * most + 1 :], committed)
+            uniforms_BS = draws[:, 2 * most + 1 :]
+            by_draft = settings.verification == "token"
+            record_pit(rows, proposal, emitted_BS, p_BSV, uniforms_BS, committed, by_draft)
+        if on_tokens:
+            _tell(on_tokens, rows, committed)
         clock.lap()
     return rows, seconds
+
+
+def _narrow(proposal: Proposal, room_B: Tensor) -> Proposal:
+    """The proposal on the target's device, within the room of each row, as wide as the widest."""
+    num_B = torch.minimum(proposal.num_proposed_B.to(room_B.device), room_B)
+    K, probs, laws = int(num_B.max()), proposal.probs_BKV, proposal.laws
+    return Proposal(
+        proposal.tokens_BK.to(room_B.device)[:, :K],
+        num_B,
+        None if probs is None else probs[:, :K],
+        None if laws is None else DraftLaws(*(law_BKV[:, :K] for law_BKV in laws)),
+    )
 
 
 def _commit(
@@ -244,8 +185,8 @@ def _commit(
     accepted_B: Tensor,
     settings: DecodeSettings,
     target: Target,
-) -> None:
-    """Add one round to every row that is not finished."""
+) -> list[int]:
+    """Add one round to every row that is not finished; how many tokens each row gains."""
     lists = zip(
         rows,
         emitted_BS.tolist(),
@@ -254,41 +195,20 @@ def _commit(
         proposal.tokens_BK.tolist(),
         strict=True,
     )
+    committed = []
     for row, emitted, accepted, proposed, drafted in lists:
         if row.finish:
+            committed.append(0)
             continue
-        kept = _cut(row, emitted[: accepted + 1], settings, target)
+        kept = cut(row, emitted[: accepted + 1], settings, target)
         row.ids += kept
         row.rounds.append(Round(proposed, min(accepted, len(kept)), len(kept), drafted[:proposed]))
+        committed.append(len(kept))
+    return committed
 
 
-def _record_alpha(
-    rows: list[Decoded], proposal: Proposal, p_BSV: Tensor, committed: list[int]
-) -> None:
-    """Add up sum_v min(p, q) at the positions that were judged, as far as the answer goes."""
-    K = proposal.tokens_BK.shape[1]
-    if K == 0:
-        return
-    if proposal.probs_BKV is None:
-        alpha_BK = p_BSV[:, :K].gather(-1, proposal.tokens_BK[..., None])[..., 0]
-    else:
-        alpha_BK = torch.minimum(p_BSV[:, :K], proposal.probs_BKV).sum(-1)
-    for row, alphas, num in zip(rows, alpha_BK.tolist(), committed, strict=True):
-        if num:
-            judged = alphas[: min(num, row.rounds[-1].proposed)]
-            row.alpha_sum += sum(judged)
-            row.alpha_count += len(judged)
-
-
-def _record_pit(
-    rows: list[Decoded],
-    emitted_BS: Tensor,
-    p_BSV: Tensor,
-    uniforms_BS: Tensor,
-    committed: list[int],
-) -> None:
-    """Transform the tokens that this round committed."""
+def _tell(on_tokens: OnTokens, rows: list[Decoded], committed: list[int]) -> None:
+    """Hand over what each row has just gained."""
     for b, (row, num) in enumerate(zip(rows, committed, strict=True)):
         if num:
-            values = pit_values(p_BSV[b, :num], emitted_BS[b, :num], uniforms_BS[b, :num])
-            row.pit += values.tolist()
+            on_tokens(b, row.ids[-num:])

@@ -75,7 +75,8 @@ class Arm:
         self.total.prefill += seconds.prefill
         self.total.draft += seconds.draft
         self.total.verify += seconds.verify
-        self.total.other += seconds.other
+        self.total.sampling += seconds.sampling
+        self.total.bookkeeping += seconds.bookkeeping
 
 
 @dataclass
@@ -259,10 +260,16 @@ def _task_result(
     records = make_records(task.prompts, arm)
     rates = metrics.aggregate(records, section.seed)
     speed = metrics.speedup(make_records(task.prompts, baseline), records, section.seed)
-    draft, verify, other = (
+    draft, verify, sampling, bookkeeping = (
         _ms(seconds, arm.num_steps)
-        for seconds in (arm.total.draft, arm.total.verify, arm.total.other)
+        for seconds in (
+            arm.total.draft,
+            arm.total.verify,
+            arm.total.sampling,
+            arm.total.bookkeeping,
+        )
     )
+    other = None if sampling is None or bookkeeping is None else sampling + bookkeeping
     plain = _ms(baseline.total.decode, baseline.num_steps)
 
     def predict(tokens: float | None) -> float | None:
@@ -280,7 +287,13 @@ def _task_result(
         "baseline_tokens_per_second": speed.baseline_tokens_per_second,
         "speedup": speed.speedup,
         "speedup_ci95": speed.speedup_ci95,
-        "ms_per_round": {"draft": draft, "verify": verify, "other": other},
+        "ms_per_round": {
+            "draft": draft,
+            "verify": verify,
+            "sampling": sampling,
+            "bookkeeping": bookkeeping,
+            "other": other,
+        },
         "baseline_ms_per_token": plain,
         "predicted_speedup": predict(by_position if rates["num_rounds"] else None),
         "predicted_from_alpha": predict(

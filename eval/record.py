@@ -68,9 +68,11 @@ class AcceptanceResult(TypedDict):
 class MsPerRound(TypedDict):
     """Mean milliseconds of each part of a round."""
 
-    draft: FiniteFloat | None
-    verify: FiniteFloat | None
-    other: FiniteFloat | None
+    draft: FiniteFloat | None  # all passes of the drafter
+    verify: FiniteFloat | None  # the target's pass
+    other: FiniteFloat | None  # sampling + bookkeeping
+    sampling: NotRequired[FiniteFloat | None]  # distributions, accepting, drawing
+    bookkeeping: NotRequired[FiniteFloat | None]  # the rest of the loop
 
 
 class TaskResult(AcceptanceResult):

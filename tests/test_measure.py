@@ -11,9 +11,9 @@ import torch
 
 from data.prompt_rows import make_prompt
 from data.vocab import DraftVocab
-from drafters.build import build_eagle3
 from drafters.export_info import Origin, TargetInfo
 from drafters.lookup import Lookup, LookupThen
+from drafters.methods import build_drafter
 from drafters.vllm_format import save
 from eval import decode as loop
 from eval.decode import Decoded, DecodeSettings, Round
@@ -32,7 +32,8 @@ from eval.record import validate
 from eval.report import make_samples as read_samples
 from eval.results import make_lossless
 from eval.tasks import Task
-from recipes.schema import DrafterSection, EvalSection
+from recipes.drafter_sections import Eagle3Section
+from recipes.schema import EvalSection
 from tests.scripted import Oracle, ScriptedTarget
 from tests.tiny_targets import tiny_target
 
@@ -55,7 +56,7 @@ def make_target():
 
 def make_eagle(target):
     vocab = DraftVocab(torch.arange(264), 264)
-    return build_eagle3(DrafterSection(), target, (1, 2, 3), vocab, seed=0).eval()
+    return build_drafter(Eagle3Section(), target, (1, 2, 3), vocab, seed=0).eval()
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -119,7 +120,8 @@ def test_p99_all_rounds_of_all_prompts_count():
 def test_time_of_a_batch_is_shared_and_its_rounds_run_together():
     arm = Arm()
     answers = [Decoded(rounds=rounds_of(1, 1)), Decoded(rounds=rounds_of(3))]
-    arm.add(answers, loop.Seconds(prefill=9.0, draft=1.0, verify=2.0, other=1.0))
+    spent = loop.Seconds(prefill=9.0, draft=1.0, verify=2.0, sampling=0.5, bookkeeping=0.5)
+    arm.add(answers, spent)
     assert arm.seconds == [2.0, 2.0]
     assert arm.num_steps == 2
     assert arm.total.decode == 4.0

@@ -98,7 +98,8 @@ def main() -> None:
         decode(target, Lookup(2, 4), [p], DecodeSettings(max_new_tokens=args.tokens, num_draft=3))
         for p in ids
     ]
-    other = sum(s.other + s.draft for _, s in spent) / sum(s.decode for _, s in spent)
+    outside = sum(s.sampling + s.bookkeeping + s.draft for _, s in spent)
+    other = outside / sum(s.decode for _, s in spent)
     print(
         f"outside the target's passes (lookup, verification, bookkeeping): {other:.1%} of a round"
     )
