@@ -1,8 +1,10 @@
 """Final distributions and draws from them: the one place where logits become probabilities.
 
-Dimensions: N rows, V vocabulary, C candidates kept by a nucleus (C <= V).
+Dimensions: N rows or positions, B rows, V vocabulary, C candidates kept by a nucleus (C <= V),
+K proposed tokens, S = K + 1 positions, M marked tokens.
 """
 
+import math
 import sys
 
 import torch
@@ -24,8 +26,9 @@ def final_probs(
     top_k: int = 0,
     top_p: float = 1.0,
     where: str = "logits",
+    min_p: float = 0.0,
 ) -> Tensor:
-    """The distribution that tokens are drawn from: temperature, then top-k, then top-p.
+    """The distribution that tokens are drawn from: temperature, min-p, top-k, top-p (vLLM's order).
 
     Args:
         logits_NV: any float dtype; -inf entries get probability 0.
@@ -34,6 +37,8 @@ def final_probs(
         top_p: the smallest set of most likely tokens with at least this mass is kept, never
             none; the mass is that after top-k. 1 keeps all tokens.
         where: what the rows are, for the error message (such as "target logits, round 7").
+        min_p: tokens less likely than this share of the likeliest one are left out, before the
+            masses of top-p are taken (transformers filters in the other order); 0 keeps all.
 
     Returns:
         probs_NV, fp32, rows sum to 1.
@@ -47,6 +52,8 @@ def final_probs(
         raise UserError(f"top_k={top_k}: give 0 (keep all tokens) or a positive number")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p={top_p}: give a number in (0, 1]; 1 keeps all tokens")
+    if not 0 <= min_p <= 1:
+        raise UserError(f"min_p={min_p}: give a number in [0, 1]; 0 keeps all tokens")
 
     # The maximum of a row is NaN or +inf or -inf exactly when the row cannot be used.
     max_N1 = logits_NV.amax(dim=-1, keepdim=True)
@@ -64,12 +71,55 @@ def final_probs(
 
     # The maximum is subtracted before the division, which therefore cannot overflow to +inf.
     scaled_NV = (logits_NV.float() - max_N1.float()) / max(temperature, _MIN_TEMPERATURE)
+    if min_p > 0:  # the likeliest token stands at 0; where several tie, all are kept
+        scaled_NV = scaled_NV.masked_fill(scaled_NV < math.log(min_p), -torch.inf)
     vocab_size = logits_NV.shape[-1]
     if 0 < top_k < vocab_size:
         kth_N1 = scaled_NV.topk(top_k, dim=-1).values[:, -1:]
         scaled_NV = scaled_NV.masked_fill(scaled_NV < kth_N1, -torch.inf)
     probs_NV = scaled_NV.softmax(dim=-1)
     return _nucleus(probs_NV, top_p) if top_p < 1 else probs_NV
+
+
+def penalise(logits_NV: Tensor, seen_NV: Tensor, penalty: float) -> Tensor:
+    """Repetition penalty (CTRL, Keskar et al. 1909.05858, section 4.1, as transformers and vLLM).
+
+    Args:
+        seen_NV: bool, tokens of the prompt and of the answer so far. Their logits are divided by
+            `penalty` where positive and multiplied by it where negative.
+        penalty: above 1 makes repeats less likely, 1 changes nothing.
+
+    Raises:
+        UserError: the penalty is not positive.
+    """
+    if not penalty > 0:
+        raise UserError(f"repetition_penalty={penalty}: give a positive number; 1 changes nothing")
+    changed_NV = torch.where(logits_NV > 0, logits_NV / penalty, logits_NV * penalty)
+    return torch.where(seen_NV, changed_NV, logits_NV)
+
+
+def seen_in(prompts: list[list[int]], vocab_size: int, device: torch.device) -> Tensor:
+    """Which tokens stand in each prompt: bool [B, V]."""
+    seen_BV = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
+    for seen_V, prompt in zip(seen_BV, prompts, strict=True):
+        seen_V[torch.tensor(prompt, device=device)] = True
+    return seen_BV
+
+
+def mark_seen(seen_BV: Tensor, ids_BN: Tensor, num_B: Tensor) -> None:
+    """Add the first `num` tokens of each row, in place."""
+    places_N = torch.arange(ids_BN.shape[1], device=ids_BN.device)
+    rows_M, places_M = (places_N < num_B[:, None]).nonzero(as_tuple=True)
+    seen_BV[rows_M, ids_BN[rows_M, places_M]] = True
+
+
+def seen_along(seen_BV: Tensor, tokens_BK: Tensor) -> Tensor:
+    """What is seen at each position of a proposal: bool [B, K + 1, V], the token itself not yet."""
+    K = tokens_BK.shape[1]
+    seen_BSV = seen_BV[:, None].repeat(1, K + 1, 1)
+    for i in range(K):
+        seen_BSV[:, i + 1 :].scatter_(2, tokens_BK[:, i, None, None].expand(-1, K - i, -1), True)
+    return seen_BSV
 
 
 def _nucleus(probs_NV: Tensor, top_p: float) -> Tensor:

@@ -10,9 +10,21 @@ exporter names. A drafter without weights only decodes.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from data.sampling import final_probs, penalise
+
+
+class DraftLaws(NamedTuple):
+    """The drafter's distributions at each proposed token, also where it did not draw from them.
+
+    final_BKV: after temperature and all filters. unfiltered_BKV: after temperature alone.
+    """
+
+    final_BKV: Tensor
+    unfiltered_BKV: Tensor
 
 
 @dataclass
@@ -23,21 +35,63 @@ class Proposal:
     num_proposed_B: int64, 0..K.
     probs_BKV: fp32 distribution each token was drawn from, or None where every token was chosen
         outright (a point mass: greedy drafting, n-gram lookup).
+    laws: only with Sampling.keep_laws, from drafters that have them.
     """
 
     tokens_BK: Tensor
     num_proposed_B: Tensor
     probs_BKV: Tensor | None = None
+    laws: DraftLaws | None = None
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; temperature 0 is greedy. `draft_sampled`: the drafter draws too."""
+    """How tokens are drawn, by target and drafter alike; temperature 0 is greedy.
+
+    draft_sampled: the drafter draws too. keep_laws: proposals carry `laws`, for verifiers that are
+    broken on purpose.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     draft_sampled: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    keep_laws: bool = False
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the law of a token depends on which tokens have been seen."""
+        return self.repetition_penalty != 1
+
+    def penalised(self, logits_NV: Tensor, seen_NV: Tensor | None) -> Tensor:
+        """Logits after the repetition penalty; seen_NV (bool) may be None where there is none."""
+        if not self.needs_history:
+            return logits_NV
+        assert seen_NV is not None, "a repetition penalty needs the tokens seen so far"
+        return penalise(logits_NV, seen_NV, self.repetition_penalty)
+
+    def law(
+        self, logits_NV: Tensor, seen_NV: Tensor | None = None, where: str = "logits"
+    ) -> Tensor:
+        """The final distribution, fp32: penalty, temperature, min-p, top-k, top-p.
+
+        Raises:
+            UserError: a setting is out of range or a row cannot be drawn from; it names `where`.
+        """
+        return final_probs(
+            self.penalised(logits_NV, seen_NV),
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            where,
+            self.min_p,
+        )
+
+    def unfiltered(self, logits_NV: Tensor, seen_NV: Tensor | None = None) -> Tensor:
+        """The distribution before min-p, top-k and top-p."""
+        return final_probs(self.penalised(logits_NV, seen_NV), self.temperature)
 
 
 class DecodingDrafter(ABC):
@@ -62,11 +116,18 @@ class DecodingDrafter(ABC):
 
     @abstractmethod
     def propose(
-        self, state: Any, num_draft: int, sampling: Sampling, uniforms_BK: Tensor | None
+        self,
+        state: Any,
+        num_draft: int,
+        sampling: Sampling,
+        uniforms_BK: Tensor | None,
+        seen_BV: Tensor | None = None,
     ) -> Proposal:
         """Guess up to `num_draft` tokens behind the last committed one.
 
         Args:
             uniforms_BK: in [0, 1), one a draw; None when nothing is drawn. They must not be used
                 for acceptance as well.
+            seen_BV: bool, the tokens committed so far; given if `sampling.needs_history`. What is
+                drafted counts as seen for the tokens after it. It may not be changed.
         """

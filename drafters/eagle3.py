@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from data.attention import masked_attention
 from data.cache import KVCache
-from data.sampling import final_probs, sample
-from drafters.base import DecodingDrafter, Proposal, Sampling
+from data.sampling import sample
+from drafters.base import DecodingDrafter, DraftLaws, Proposal, Sampling
 from drafters.layers import MLP, Attend, Attention, Linear, RMSNorm, rollout_attention
 
 
@@ -253,22 +253,32 @@ class Eagle3(nn.Module, DecodingDrafter):
 
     @torch.no_grad()
     def propose(
-        self, state: Eagle3State, num_draft: int, sampling: Sampling, uniforms_BK: Tensor | None
+        self,
+        state: Eagle3State,
+        num_draft: int,
+        sampling: Sampling,
+        uniforms_BK: Tensor | None,
+        seen_BV: Tensor | None = None,
     ) -> Proposal:
         """Rollout steps 1, 2, ... on its own tokens and states; the cache ends as it was."""
         committed_B = state.cache.lengths_B.clone()
         hidden_BH, draft_ids_D = state.last_hidden_BH, self.draft_ids_D
-        tokens, probs = [], []
+        seen_BD = seen_BV[:, draft_ids_D] if seen_BV is not None else None
+        tokens, probs, laws = [], [], []
         for k in range(num_draft):
             logits_BD = self.lm_head(self.head_input(hidden_BH)).float()
+            if sampling.keep_laws:
+                both = sampling.law(logits_BD, seen_BD), sampling.unfiltered(logits_BD, seen_BD)
+                laws.append(DraftLaws(*(self._spread(q_BD) for q_BD in both)))
             if sampling.draft_sampled and sampling.temperature > 0:
                 assert uniforms_BK is not None, "a sampled draft needs its own uniforms"
-                q_BD = final_probs(logits_BD, sampling.temperature, sampling.top_k, sampling.top_p)
+                q_BD = sampling.law(logits_BD, seen_BD, where="drafter logits")
                 draft_B = sample(q_BD, uniforms_BK[:, k])
-                q_BV = q_BD.new_zeros(q_BD.shape[0], self.config.vocab_size)
-                probs.append(q_BV.index_copy_(1, draft_ids_D, q_BD))
+                probs.append(self._spread(q_BD))
             else:
-                draft_B = logits_BD.argmax(-1)
+                draft_B = sampling.penalised(logits_BD, seen_BD).argmax(-1)
+            if seen_BD is not None:
+                seen_BD.scatter_(1, draft_B[:, None], True)
             tokens.append(draft_ids_D[draft_B])
             if k + 1 < num_draft:
                 hidden_BH = self._cached_step(state, tokens[-1][:, None], hidden_BH[:, None])[:, 0]
@@ -278,4 +288,10 @@ class Eagle3(nn.Module, DecodingDrafter):
             torch.stack(tokens, 1),
             torch.full_like(committed_B, num_draft),
             torch.stack(probs, 1) if probs else None,
+            DraftLaws(*(torch.stack(qs, 1) for qs in zip(*laws, strict=True))) if laws else None,
         )
+
+    def _spread(self, q_BD: Tensor) -> Tensor:
+        """Probabilities over the draft vocabulary -> over the target's."""
+        q_BV = q_BD.new_zeros(q_BD.shape[0], self.config.vocab_size)
+        return q_BV.index_copy_(1, self.draft_ids_D, q_BD)

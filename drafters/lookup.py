@@ -57,6 +57,7 @@ class Lookup(DecodingDrafter):
         num_draft: int,
         sampling: Sampling,
         uniforms_BK: Tensor | None,
+        seen_BV: Tensor | None = None,
     ) -> Proposal:
         tokens_BK = torch.zeros(len(state), num_draft, dtype=torch.int64)
         counts = []
@@ -92,13 +93,18 @@ class LookupThen(DecodingDrafter):
         self.lookup.observe(state.lookup, next_ids_BN, aux_BNF, num_B)
 
     def propose(
-        self, state: _Both, num_draft: int, sampling: Sampling, uniforms_BK: Tensor | None
+        self,
+        state: _Both,
+        num_draft: int,
+        sampling: Sampling,
+        uniforms_BK: Tensor | None,
+        seen_BV: Tensor | None = None,
     ) -> Proposal:
         found = self.lookup.propose(state.lookup, num_draft, sampling, uniforms_BK)
         hit_B = found.num_proposed_B > 0
         if bool(hit_B.all()):
             return found
-        drafted = self.head.propose(state.head, num_draft, sampling, uniforms_BK)
+        drafted = self.head.propose(state.head, num_draft, sampling, uniforms_BK, seen_BV)
         device = drafted.tokens_BK.device
         hit_B, found_BK = hit_B.to(device), found.tokens_BK.to(device)
         tokens_BK = torch.where(hit_B[:, None], found_BK, drafted.tokens_BK)

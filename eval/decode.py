@@ -56,77 +56,90 @@ def decode(
     With temperature 0 in fp32 the tokens equal those of `drafter=None`; with a temperature their
     law does. Both hold under a repetition penalty, too.
     """
-    B, device, sampling, most = len(prompts), target.device, settings.sampling, settings.num_draft
-    rows, seconds = [Decoded() for _ in prompts], Seconds()
-    generators = [
-        torch.Generator().manual_seed(settings.seed * 1_000_003 + i)
-        for i in (range(B) if indices is None else indices)
-    ]
-    lengths_B = torch.tensor([len(p) for p in prompts], device=device)
-    max_length = int(lengths_B.max()) + settings.max_new_tokens + settings.num_draft + 1
-    rows_B = torch.arange(B, device=device)
+    run = _Run(target, drafter, prompts, settings, indices, on_tokens)
+    run.prefill(prompts)
+    while not all(row.finish for row in run.rows):
+        run.round()
+    return run.rows, run.seconds
 
-    def uniforms(num: int) -> Tensor:
-        return torch.stack([torch.rand(num, generator=g) for g in generators]).to(device)
 
-    clock = Clock(device)
-    cache = target.new_cache(B, max_length)
-    state = drafter.start(prompts, max_length) if drafter else None
-    aux_layers = drafter.aux_layers if drafter else ()
-    prompt_BN = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(device)
-    states = target.forward(prompt_BN, cache, aux_layers)
-    cache.advance(lengths_B)
-    logits_BV = target.logits(states.hidden_BSH[rows_B, lengths_B - 1])
-    seen_BV = seen_in(prompts, logits_BV.shape[-1], device) if sampling.needs_history else None
-    p_BV = sampling.law(logits_BV, seen_BV, where="target logits after the prompt")
-    draws_B2 = uniforms(2)
-    last_B = sample(p_BV, draws_B2[:, 0])
-    if sampling.temperature > 0:
-        for row, value in zip(rows, pit_values(p_BV, last_B, draws_B2[:, 1]).tolist(), strict=True):
-            row.pit.append(value)
-    for row, token in zip(rows, last_B.tolist(), strict=True):
-        row.ids += cut(row, [token], settings, target)
-    if seen_BV is not None:
-        mark_seen(seen_BV, last_B[:, None], torch.ones_like(last_B))
-    if drafter:
-        next_BN = prompt_BN.roll(-1, 1)
-        next_BN[rows_B, lengths_B - 1] = last_B
-        drafter.observe(state, next_BN, states.aux_BSF, lengths_B)
-    seconds.prefill = clock.lap()
-    if on_tokens:
-        _tell(on_tokens, rows, [1] * B)
-        clock.lap()
+class _Run:
+    """One decode: the rows, their caches and random numbers, and the clock."""
 
-    while not all(row.finish for row in rows):
-        # Draft: never more than the answer still has room for, the target's own token included.
-        room = [0 if r.finish else settings.max_new_tokens - len(r.ids) - 1 for r in rows]
-        num_draft = min(settings.num_draft, max(room)) if drafter else 0
-        draws = uniforms(3 * most + 2)  # for drafting, accepting, the next token and the PIT
+    def __init__(
+        self,
+        target: Target,
+        drafter: DecodingDrafter | None,
+        prompts: list[list[int]],
+        settings: DecodeSettings,
+        indices: Sequence[int] | None,
+        on_tokens: OnTokens | None,
+    ) -> None:
+        self.target, self.drafter, self.settings = target, drafter, settings
+        self.sampling, self.device, self.on_tokens = settings.sampling, target.device, on_tokens
+        self.rows, self.seconds = [Decoded() for _ in prompts], Seconds()
+        self.generators = [
+            torch.Generator().manual_seed(settings.seed * 1_000_003 + i)
+            for i in (range(len(prompts)) if indices is None else indices)
+        ]
+        self.clock = Clock(self.device)
+        longest = max(len(p) for p in prompts)
+        max_length = longest + settings.max_new_tokens + settings.num_draft + 1
+        self.cache = target.new_cache(len(prompts), max_length)
+        self.state = drafter.start(prompts, max_length) if drafter else None
+        self.aux_layers = drafter.aux_layers if drafter else ()
+        self.rows_B = self.cache.rows_B
+        self.last_B = self.rows_B.new_zeros(len(prompts))
+        self.seen_BV: Tensor | None = None  # only kept for a repetition penalty
+
+    def uniforms(self, num: int) -> Tensor:
+        """Fresh random numbers [B, num], each row's from its own generator."""
+        return torch.stack([torch.rand(num, generator=g) for g in self.generators]).to(self.device)
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Run over the prompts; the first token of each answer."""
+        lengths_B = torch.tensor([len(p) for p in prompts], device=self.device)
+        prompt_BN = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
+        prompt_BN = prompt_BN.to(self.device)
+        states = self.target.forward(prompt_BN, self.cache, self.aux_layers)
+        self.cache.advance(lengths_B)
+        logits_BV = self.target.logits(states.hidden_BSH[self.rows_B, lengths_B - 1])
+        if self.sampling.needs_history:
+            self.seen_BV = seen_in(prompts, logits_BV.shape[-1], self.device)
+        p_BV = self.sampling.law(logits_BV, self.seen_BV, where="target logits after the prompt")
+        draws_B2 = self.uniforms(2)
+        self.last_B = sample(p_BV, draws_B2[:, 0])
+        for row, token in zip(self.rows, self.last_B.tolist(), strict=True):
+            row.ids += cut(row, [token], self.settings, self.target)
+        self.mark(self.last_B[:, None], torch.ones_like(self.last_B))
+        if self.drafter:
+            next_BN = prompt_BN.roll(-1, 1)
+            next_BN[self.rows_B, lengths_B - 1] = self.last_B
+            self.drafter.observe(self.state, next_BN, states.aux_BSF, lengths_B)
+        self.seconds.prefill = self.clock.lap()
+        if self.sampling.temperature > 0:
+            values = pit_values(p_BV, self.last_B, draws_B2[:, 1]).tolist()
+            for row, value in zip(self.rows, values, strict=True):
+                row.pit.append(value)
+        self.tell([1] * len(prompts))
+        self.clock.lap()
+
+    def round(self) -> None:
+        """Draft, verify, commit; one pass of the target."""
+        most, clock, seconds = self.settings.num_draft, self.clock, self.seconds
+        draws = self.uniforms(3 * most + 2)  # for drafting, accepting, the next token and the PIT
         seconds.bookkeeping += clock.lap()
-        if drafter and num_draft:
-            proposal = _narrow(
-                drafter.propose(state, num_draft, sampling, draws[:, :num_draft], seen_BV),
-                torch.tensor(room, device=device),
-            )
-        else:
-            none_B = torch.zeros(B, dtype=torch.int64, device=device)
-            proposal = Proposal(none_B[:, None][:, :0], none_B)
+        proposal = self.draft(draws[:, :most])
         K = proposal.tokens_BK.shape[1]
         seconds.draft += clock.lap()
 
         # Verify: one pass of the target over the last committed token and the proposal.
-        states = target.forward(
-            torch.cat([last_B[:, None], proposal.tokens_BK], 1), cache, aux_layers
-        )
-        logits_BSV = target.logits(states.hidden_BSH)
+        ids_BS = torch.cat([self.last_B[:, None], proposal.tokens_BK], 1)
+        states = self.target.forward(ids_BS, self.cache, self.aux_layers)
+        logits_BSV = self.target.logits(states.hidden_BSH)
         seconds.verify += clock.lap()
-        seen_BSV = None if seen_BV is None else seen_along(seen_BV, proposal.tokens_BK)
-        p_BSV = sampling.law(
-            logits_BSV.flatten(0, 1),
-            None if seen_BSV is None else seen_BSV.flatten(0, 1),
-            where=f"target logits, round {max(len(r.rounds) for r in rows) + 1}",
-        ).view(B, K + 1, -1)
-        verdict = settings.verify(
+        p_BSV = self.law(logits_BSV, proposal)
+        verdict = self.settings.verify(
             VerifyInputs(
                 p_BSV=p_BSV,
                 tokens_BK=proposal.tokens_BK,
@@ -141,29 +154,82 @@ def decode(
         seconds.sampling += clock.lap()
 
         # Commit what belongs to the answer: nothing behind a stop is counted or left in a cache.
-        last_B = verdict.next_token_B
-        emitted_BS = torch.cat([proposal.tokens_BK, last_B[:, None]], 1)
-        emitted_BS[rows_B, verdict.num_accepted_B] = last_B
-        committed = _commit(rows, emitted_BS, proposal, verdict.num_accepted_B, settings, target)
-        committed_B = torch.tensor(committed, device=device)
-        cache.advance(committed_B)
-        if seen_BV is not None:
-            mark_seen(seen_BV, emitted_BS, committed_B)
+        self.last_B = verdict.next_token_B
+        emitted_BS = torch.cat([proposal.tokens_BK, self.last_B[:, None]], 1)
+        emitted_BS[self.rows_B, verdict.num_accepted_B] = self.last_B
+        committed = self.commit(emitted_BS, proposal, verdict.num_accepted_B)
+        committed_B = torch.tensor(committed, device=self.device)
+        self.cache.advance(committed_B)
+        self.mark(emitted_BS, committed_B)
         seconds.bookkeeping += clock.lap()
-        if drafter:
-            drafter.observe(state, emitted_BS, states.aux_BSF, committed_B)
+        if self.drafter:
+            self.drafter.observe(self.state, emitted_BS, states.aux_BSF, committed_B)
         seconds.draft += clock.lap()
 
-        record_alpha(rows, proposal, p_BSV, committed)
-        record_probs(rows, proposal, p_BSV, emitted_BS, committed)
-        if sampling.temperature > 0:
+        record_alpha(self.rows, proposal, p_BSV, committed)
+        record_probs(self.rows, proposal, p_BSV, emitted_BS, committed)
+        if self.sampling.temperature > 0:
+            by_draft = self.settings.verification == "token"
             uniforms_BS = draws[:, 2 * most + 1 :]
-            by_draft = settings.verification == "token"
-            record_pit(rows, proposal, emitted_BS, p_BSV, uniforms_BS, committed, by_draft)
-        if on_tokens:
-            _tell(on_tokens, rows, committed)
+            record_pit(self.rows, proposal, emitted_BS, p_BSV, uniforms_BS, committed, by_draft)
+        self.tell(committed)
         clock.lap()
-    return rows, seconds
+
+    def draft(self, uniforms_BK: Tensor) -> Proposal:
+        """Never more than an answer still has room for, the target's own token included."""
+        cap = self.settings.max_new_tokens - 1
+        room = [0 if row.finish else cap - len(row.ids) for row in self.rows]
+        num_draft = min(self.settings.num_draft, max(room))
+        if not self.drafter or not num_draft:
+            return Proposal(self.last_B[:, None][:, :0], torch.zeros_like(self.last_B))
+        proposal = self.drafter.propose(
+            self.state, num_draft, self.sampling, uniforms_BK[:, :num_draft], self.seen_BV
+        )
+        return _narrow(proposal, torch.tensor(room, device=self.device))
+
+    def law(self, logits_BSV: Tensor, proposal: Proposal) -> Tensor:
+        """The target's final distributions at every position of the proposal."""
+        seen_NV = None
+        if self.seen_BV is not None:
+            seen_NV = seen_along(self.seen_BV, proposal.tokens_BK).flatten(0, 1)
+        where = f"target logits, round {max(len(row.rounds) for row in self.rows) + 1}"
+        p_NV = self.sampling.law(logits_BSV.flatten(0, 1), seen_NV, where)
+        return p_NV.view(logits_BSV.shape)
+
+    def commit(self, emitted_BS: Tensor, proposal: Proposal, accepted_B: Tensor) -> list[int]:
+        """Add one round to every row that is not finished; how many tokens each row gains."""
+        lists = zip(
+            self.rows,
+            emitted_BS.tolist(),
+            accepted_B.tolist(),
+            proposal.num_proposed_B.tolist(),
+            proposal.tokens_BK.tolist(),
+            strict=True,
+        )
+        committed = []
+        for row, emitted, accepted, proposed, drafted in lists:
+            if row.finish:
+                committed.append(0)
+                continue
+            kept = cut(row, emitted[: accepted + 1], self.settings, self.target)
+            row.ids += kept
+            num = len(kept)
+            row.rounds.append(Round(proposed, min(accepted, num), num, drafted[:proposed]))
+            committed.append(num)
+        return committed
+
+    def mark(self, ids_BN: Tensor, num_B: Tensor) -> None:
+        """The first `num` tokens of each row have been seen now."""
+        if self.seen_BV is not None:
+            mark_seen(self.seen_BV, ids_BN, num_B)
+
+    def tell(self, committed: list[int]) -> None:
+        """Hand over what each row has just gained."""
+        if self.on_tokens is None:
+            return
+        for b, (row, num) in enumerate(zip(self.rows, committed, strict=True)):
+            if num:
+                self.on_tokens(b, row.ids[-num:])
 
 
 def _narrow(proposal: Proposal, room_B: Tensor) -> Proposal:
@@ -176,39 +242,3 @@ def _narrow(proposal: Proposal, room_B: Tensor) -> Proposal:
         None if probs is None else probs[:, :K],
         None if laws is None else DraftLaws(*(law_BKV[:, :K] for law_BKV in laws)),
     )
-
-
-def _commit(
-    rows: list[Decoded],
-    emitted_BS: Tensor,
-    proposal: Proposal,
-    accepted_B: Tensor,
-    settings: DecodeSettings,
-    target: Target,
-) -> list[int]:
-    """Add one round to every row that is not finished; how many tokens each row gains."""
-    lists = zip(
-        rows,
-        emitted_BS.tolist(),
-        accepted_B.tolist(),
-        proposal.num_proposed_B.tolist(),
-        proposal.tokens_BK.tolist(),
-        strict=True,
-    )
-    committed = []
-    for row, emitted, accepted, proposed, drafted in lists:
-        if row.finish:
-            committed.append(0)
-            continue
-        kept = cut(row, emitted[: accepted + 1], settings, target)
-        row.ids += kept
-        row.rounds.append(Round(proposed, min(accepted, len(kept)), len(kept), drafted[:proposed]))
-        committed.append(len(kept))
-    return committed
-
-
-def _tell(on_tokens: OnTokens, rows: list[Decoded], committed: list[int]) -> None:
-    """Hand over what each row has just gained."""
-    for b, (row, num) in enumerate(zip(rows, committed, strict=True)):
-        if num:
-            on_tokens(b, row.ids[-num:])

@@ -77,7 +77,12 @@ class Oracle(DecodingDrafter):
             row.place += num  # tokens of the answer that are committed
 
     def propose(
-        self, state: Any, num_draft: int, sampling: Sampling, uniforms_BK: Tensor | None
+        self,
+        state: Any,
+        num_draft: int,
+        sampling: Sampling,
+        uniforms_BK: Tensor | None,
+        seen_BV: Tensor | None = None,
     ) -> Proposal:
         rows = []
         for row in state:
@@ -105,7 +110,12 @@ class FixedLaw(DecodingDrafter):
         return None
 
     def propose(
-        self, state: Any, num_draft: int, sampling: Sampling, uniforms_BK: Tensor | None
+        self,
+        state: Any,
+        num_draft: int,
+        sampling: Sampling,
+        uniforms_BK: Tensor | None,
+        seen_BV: Tensor | None = None,
     ) -> Proposal:
         assert uniforms_BK is not None
         B = uniforms_BK.shape[0]

@@ -100,7 +100,12 @@ class Head(DecodingDrafter):
         self.observed.append((state, num_B.tolist()))
 
     def propose(
-        self, state: Any, num_draft: int, sampling: Sampling, uniforms_BK: Tensor | None
+        self,
+        state: Any,
+        num_draft: int,
+        sampling: Sampling,
+        uniforms_BK: Tensor | None,
+        seen_BV: Tensor | None = None,
     ) -> Proposal:
         self.proposals += 1
         tokens_BK = torch.full((2, num_draft), 7)

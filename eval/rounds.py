@@ -1,0 +1,219 @@
+"""What a decode is asked for and what it leaves: settings, rounds, answers, seconds, measurements.
+
+Dimension letters: B rows, K proposed tokens, S = K + 1 positions verified, V vocabulary.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from drafters.base import DraftLaws, Proposal, Sampling
+from eval.lossless import pit_values
+from eval.verify import Verdict, verify_block, verify_token
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyInputs:
+    """All that a verifier could read in one round, the right ones and the wrong ones alike.
+
+    p_BSV, tokens_BK, num_proposed_B, q_BKV, accept_uniforms_BK, final_uniforms_B: the arguments of
+    eval.verify.verify_token. draft_uniforms_BK: what drew the proposal. laws: the drafter's, with
+    Sampling.keep_laws. Only verifiers that are broken on purpose have a use for the last two.
+    """
+
+    p_BSV: Tensor
+    tokens_BK: Tensor
+    num_proposed_B: Tensor
+    q_BKV: Tensor | None
+    accept_uniforms_BK: Tensor
+    final_uniforms_B: Tensor
+    draft_uniforms_BK: Tensor
+    laws: DraftLaws | None
+
+
+Verifier = Callable[[VerifyInputs], Verdict]
+
+_RULES = {"token": verify_token, "block": verify_block}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """How to decode.
+
+    num_draft: tokens proposed a round (0 with no drafter). stop: strings that end an answer.
+    verification: the rule, eval.verify.verify_token or verify_block. verifier: takes its place.
+    """
+
+    max_new_tokens: int
+    num_draft: int = 0
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    verification: Literal["token", "block"] = "token"
+    verifier: Verifier | None = None
+
+    def verify(self, inputs: VerifyInputs) -> Verdict:
+        """Judge one round."""
+        if self.verifier is not None:
+            return self.verifier(inputs)
+        return _RULES[self.verification](
+            inputs.p_BSV,
+            inputs.tokens_BK,
+            inputs.num_proposed_B,
+            inputs.q_BKV,
+            inputs.accept_uniforms_BK,
+            inputs.final_uniforms_B,
+        )
+
+
+@dataclass
+class Round:
+    """One round of one row.
+
+    proposed: tokens drafted. accepted: of these, kept (not counting what lies behind a stop).
+    emitted: tokens added to the answer, correction or bonus included. p, q: of the drafted tokens,
+    in the final distributions (q is 1 where a token was chosen outright). next_p: of the last
+    emitted token, which is the correction or bonus unless the answer ends inside the draft.
+    """
+
+    proposed: int
+    accepted: int
+    emitted: int
+    drafted_ids: list[int]
+    p: list[float] = field(default_factory=list, compare=False)
+    q: list[float] = field(default_factory=list, compare=False)
+    next_p: float | None = field(default=None, compare=False)
+
+
+@dataclass
+class Decoded:
+    """The answer to one prompt and how it came about.
+
+    ids: generated tokens, the stop token included. The first comes from the prefill and belongs to
+    no round. finish: "stop" or "length". alpha_sum / alpha_count: sum over v of min(p, q) at every
+    verified position. pit: transforms of the emitted tokens (sampled decoding only).
+    """
+
+    ids: list[int] = field(default_factory=list)
+    finish: str = ""
+    rounds: list[Round] = field(default_factory=list)
+    alpha_sum: float = 0.0
+    alpha_count: int = 0
+    pit: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Seconds:
+    """Wall time of a decode: prefill apart; the four other parts make up the rounds.
+
+    draft: all passes of the drafter, those over what was committed included. verify: the target's
+    pass and logits. sampling: final distributions, accepting, drawing. bookkeeping: the rest.
+    What is only measured, not needed to decode (alpha, PIT), and the caller's own `on_tokens` are
+    on no clock.
+    """
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    sampling: float = 0.0
+    bookkeeping: float = 0.0
+
+    @property
+    def decode(self) -> float:
+        return self.draft + self.verify + self.sampling + self.bookkeeping
+
+
+class Clock:
+    """Seconds since the lap before; waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.last = 0.0
+        self.lap()  # what was queued before is not ours
+
+    def lap(self) -> float:
+        if self.cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        took, self.last = now - self.last, now
+        return took
+
+
+def record_alpha(
+    rows: list[Decoded], proposal: Proposal, p_BSV: Tensor, committed: list[int]
+) -> None:
+    """Add up sum_v min(p, q) at the positions that were judged, as far as the answer goes."""
+    K = proposal.tokens_BK.shape[1]
+    if K == 0:
+        return
+    if proposal.probs_BKV is None:
+        alpha_BK = p_BSV[:, :K].gather(-1, proposal.tokens_BK[..., None])[..., 0]
+    else:
+        alpha_BK = torch.minimum(p_BSV[:, :K], proposal.probs_BKV).sum(-1)
+    for row, alphas, num in zip(rows, alpha_BK.tolist(), committed, strict=True):
+        if num:
+            judged = alphas[: min(num, row.rounds[-1].proposed)]
+            row.alpha_sum += sum(judged)
+            row.alpha_count += len(judged)
+
+
+def record_probs(
+    rows: list[Decoded],
+    proposal: Proposal,
+    p_BSV: Tensor,
+    emitted_BS: Tensor,
+    committed: list[int],
+) -> None:
+    """Note p and q of the drafted tokens and p of the last emitted one, for the round viewer."""
+    K = proposal.tokens_BK.shape[1]
+    place_BK1 = proposal.tokens_BK[..., None]
+    p_BK = p_BSV[:, :K].gather(-1, place_BK1)[..., 0]
+    if proposal.probs_BKV is None:
+        q_BK = torch.ones_like(p_BK)
+    else:
+        q_BK = proposal.probs_BKV.gather(-1, place_BK1)[..., 0]
+    next_BS = p_BSV.gather(-1, emitted_BS[..., None])[..., 0]
+    lists = zip(rows, p_BK.tolist(), q_BK.tolist(), next_BS.tolist(), committed, strict=True)
+    for row, p, q, emitted, num in lists:
+        if num:
+            last = row.rounds[-1]
+            last.p, last.q = p[: last.proposed], q[: last.proposed]
+            last.next_p = emitted[num - 1]
+
+
+def record_pit(
+    rows: list[Decoded],
+    proposal: Proposal,
+    emitted_BS: Tensor,
+    p_BSV: Tensor,
+    uniforms_BS: Tensor,
+    committed: list[int],
+    order_by_draft: bool,
+) -> None:
+    """Transform the tokens that this round committed.
+
+    Args:
+        uniforms_BS: used for nothing else.
+        order_by_draft: sum F in ascending order of q - p, which makes the usual faults show. Only
+            for rules that decide a position without looking at later ones (token verification):
+            elsewhere where a round ends depends on tokens behind, and so would the order.
+    """
+    for b, (row, num) in enumerate(zip(rows, committed, strict=True)):
+        if not num:
+            continue
+        p_NV, order_NV = p_BSV[b, :num], None
+        judged = min(num, row.rounds[-1].proposed)
+        if order_by_draft and judged:
+            order_NV = torch.zeros_like(p_NV)  # a bonus has no q: by id
+            if proposal.probs_BKV is None:
+                drafted_K1 = proposal.tokens_BK[b, :judged, None]
+                order_NV[:judged] = (-p_NV[:judged]).scatter_add(
+                    -1, drafted_K1, torch.ones_like(drafted_K1, dtype=p_NV.dtype)
+                )
+            else:
+                order_NV[:judged] = proposal.probs_BKV[b, :judged] - p_NV[:judged]
+        row.pit += pit_values(p_NV, emitted_BS[b, :num], uniforms_BS[b, :num], order_NV).tolist()
