@@ -10,19 +10,21 @@ that the template puts in, not the newline after the end-of-turn token.
 """
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from data.raw_rows import Conversation, normalize
-from data.turns import BadRow, Message, Turn, locate_turns
+from data.turn_checks import check_tags, check_texts, skip_thought
+from data.turns import BadRow, Message, locate_turns
 from recipes.errors import UserError
 
 __all__ = ["BadRow", "Conversation", "Message", "normalize"]
 
-MASK_RULE = "answer+end-of-turn/1"
+MASK_RULE = "answer+end-of-turn/2"
 """Name of the rule above; part of the cache keys, so change it with the rule."""
 
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -55,11 +57,22 @@ def render(
     tools: list[dict[str, Any]] | None = None,
     template_kwargs: dict[str, Any] | None = None,
     max_length: int | None = None,
+    supervise: Literal["all", "last"] = "all",
+    train_on_thinking: bool = True,
 ) -> Row:
     """Ids and loss mask of a conversation.
 
     A turn cut by `max_length` keeps the mask on what is left of it. A message with `truncated` (the
     answer hit the token cap) gets no end-of-turn token; as the last message it ends the row.
+
+    Args:
+        tokenizer: a fast one, with a chat template.
+        messages: in the common form (`normalize`).
+        tools: the tools that the assistant may call.
+        template_kwargs: arguments of the template, e.g. enable_thinking.
+        max_length: tokens kept.
+        supervise: learn from all answers, or from the last one alone.
+        train_on_thinking: learn what the assistant thought too, or read it only.
 
     Raises:
         BadRow: no assistant turn, nothing supervised within `max_length`, or the template refuses.
@@ -76,22 +89,35 @@ def render(
     text = _apply(tokenizer, messages, tools, kwargs)
     _check_system(messages, text)
 
+    special = _special_pattern(tokenizer, len(tokenizer))
     turns = locate_turns(
         lambda part, prompt: _apply(tokenizer, part, tools, kwargs, prompt),
         messages,
         text,
-        _special_pattern(tokenizer, len(tokenizer)),
+        special,
         _name(tokenizer),
     )
     if _TAG.search(tokenizer.get_chat_template(tools=tools)):
-        _check_tags(tokenizer, messages, tools, kwargs, text, turns)
+        turns = check_tags(
+            text, turns, _tagged(tokenizer, messages, tools, kwargs), _tag_error(tokenizer)
+        )
+    check_texts(text, turns, messages)
+    if turns[-1].stop == len(text) == turns[-1].end and not messages[-1].get("truncated"):
+        closing = _closing(tokenizer, messages, tools, kwargs, text, special)
+        text += closing
+        turns[-1] = turns[-1]._replace(stop=len(text))
     answers = [m for m in messages if m["role"] == "assistant"]
+    if not train_on_thinking:
+        pairs = zip(turns, answers, strict=True)
+        turns = [skip_thought(text, turn, answer) for turn, answer in pairs]
     spans = [
         (turn.start, turn.end if answer.get("truncated") else turn.stop)
         for turn, answer in zip(turns, answers, strict=True)
     ]
     if messages[-1].get("truncated"):
         text = text[: spans[-1][1]]
+    if supervise == "last":
+        spans = spans[-1:]
 
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = encoding["input_ids"][:max_length]
@@ -253,18 +279,13 @@ def _check_system(messages: list[Message], text: str) -> None:
             raise BadRow("the chat template leaves out the system turn")
 
 
-def _check_tags(
+def _tagged(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     tools: list[dict[str, Any]] | None,
     kwargs: dict[str, Any],
-    text: str,
-    turns: list[Turn],
-) -> None:
-    """Generation tags must lie in the turns found (white space aside) and leave none of them out.
-
-    They may cover less: many end before the end-of-turn token, which is supervised all the same.
-    """
+) -> list[tuple[int, int]]:
+    """Character ranges of the tokens inside the template's generation tags."""
     rendered: Any = tokenizer.apply_chat_template(
         messages,
         tools=tools,  # type: ignore[arg-type]  # list is invariant
@@ -273,16 +294,36 @@ def _check_tags(
         **kwargs,
     )
     pairs = zip(rendered["offset_mapping"], rendered["assistant_masks"], strict=True)
-    tagged = [(a, b) for (a, b), flag in pairs if flag and text[a:b].strip()]
-    inside = [[t for t in tagged if turn.start < t[1] and t[0] < turn.stop] for turn in turns]
-    missed = [i for i, turn in enumerate(turns) if turn.end > turn.start and not inside[i]]
-    if missed or sum(map(len, inside)) < len(tagged):
-        where = f"turn {missed[0] + 1} has none" if missed else "some stand outside every turn"
-        raise UserError(
-            f"{_name(tokenizer)}: the generation tags of the chat template disagree with its "
-            f"assistant turns ({where}); mend the tags or set data.chat_template to a template "
-            "without them"
-        )
+    return [(a, b) for (a, b), flag in pairs if flag]
+
+
+def _tag_error(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], UserError]:
+    return lambda where: UserError(
+        f"{_name(tokenizer)}: the generation tags of the chat template disagree with its "
+        f"assistant turns ({where}); mend the tags or set data.chat_template to a template "
+        "without them"
+    )
+
+
+def _closing(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    kwargs: dict[str, Any],
+    text: str,
+    special: re.Pattern[str],
+) -> str:
+    """The special token that the template writes behind the last answer once the talk goes on.
+
+    Some templates (GLM, Apertus) end a turn only when the next begins, and the model stops there by
+    that token. Empty where the next turn brings none, or rewrites what came before.
+    """
+    try:
+        longer = _apply(tokenizer, [*messages, {"role": "user", "content": "-"}], tools, kwargs)
+    except BadRow:
+        return ""
+    closing = special.match(longer, len(text)) if longer.startswith(text) else None
+    return closing.group() if closing else ""
 
 
 @lru_cache(maxsize=8)

@@ -13,15 +13,13 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from data import thinking
 from recipes.errors import UserError
 
 Message = dict[str, Any]
 Render = Callable[[list[Message], bool], str]
 """(messages, add_generation_prompt) -> text; raises BadRow where the template refuses."""
 
-_EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\s*")  # put in by the template, written by nobody
-_OPEN_THINK = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
-_FILLER = re.compile(r"\s*(?:<think>\s*</think>\s*)?")
 _TAIL = 24  # characters of the generation prompt that must stand right before an answer
 
 
@@ -105,7 +103,7 @@ def _bounds(
     if other.count(marker) != 1:
         return None
     head, tail = other.split(marker)
-    start = _start(text, head, prompt)
+    start = _start(text, head, prompt, in_call)
     if start is None:
         return None
 
@@ -120,28 +118,31 @@ def _bounds(
         return None
 
     closing = special.search(text, end)
-    if closing and in_call:  # the marker stood inside the call: the rest of the call comes first
+    if in_call:  # the marker stood inside the call: the rest of the call comes first
+        if closing is None:
+            return None
         end = closing.start()
     if closing and not text[end : closing.start()].strip():
         return Turn(start, end, closing.end())
     return Turn(start, end, end)
 
 
-def _start(text: str, head: str, prompt: str) -> int | None:
+def _start(text: str, head: str, prompt: str, in_call: bool) -> int | None:
     """Where the turn starts: after its generation prompt, and after an empty think block."""
     opener = ""
     if head.startswith(prompt) and text.startswith(prompt):
         start = len(prompt)
     else:  # history or think block differ: only the prompt's last characters are the same
-        core = _OPEN_THINK.sub("", prompt)
+        core = thinking.OPENER.sub("", prompt)
         opener = prompt[len(core) :]
         core = core[-_TAIL:]
         start = head.rfind(core) + len(core)
-        if core not in head or not _FILLER.fullmatch(head, start):
+        adjacent = thinking.FILLER.fullmatch(head, start)  # a call's own beginning may stand there
+        if core not in head or not (adjacent or in_call):
             return None
     if not text.startswith(head[:start]):
         return None
     if text.startswith(opener, start):
         start += len(opener)
-    empty = _EMPTY_THINK.match(text, start)
+    empty = thinking.EMPTY.match(text, start)
     return empty.end() if empty else start

@@ -367,4 +367,4 @@ def test_next_turns_mark_is_the_stop_token_where_no_other_is():
         "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
     )
     tokenizer.bos_token = None  # <u> opens no text here: the model itself stops with it
-    assert supervised(tokenizer, render(tokenizer, TWO_TURNS)) == ["beta<u>", "delta"]
+    assert supervised(tokenizer, render(tokenizer, TWO_TURNS)) == ["beta<u>", "delta<u>"]
