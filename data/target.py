@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from data import conversations, embedded
 from data.attention import ATTENTION, thin_linear, use_thin_linears
@@ -68,10 +73,11 @@ class Target:
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, name: str, revision: str
     ) -> None:
+        self.config = model.config.get_text_config()
+        check_layers(name, self.config, bool(model._is_stateful))
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name, self.revision = name, revision
-        self.config = model.config.get_text_config()
         self.model.set_attn_implementation(ATTENTION)
         use_thin_linears(model)
         self.decoder: Any = self.model.get_decoder()
@@ -140,11 +146,6 @@ class Target:
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for `batch_size` rows of at most `max_length` tokens."""
-        kinds = set(self.config.to_dict().get("layer_types") or ["full_attention"])
-        if not kinds <= {"full_attention", "sliding_attention"}:
-            raise UserError(
-                f"target {self.name} has {sorted(kinds)} layers, whose state cannot be rolled back"
-            )
         heads = int(self.config.num_attention_heads)
         return KVCache(
             self.num_layers,
@@ -238,6 +239,33 @@ class Target:
                 f"{worst:.3g}; the attention of this architecture ({self.config.model_type}) is "
                 "not supported yet"
             )
+
+
+def check_layers(name: str, config: PreTrainedConfig, stateful: bool) -> None:
+    """Refuse layers that keep no keys and values by position, and kinds of attention not known.
+
+    Args:
+        config: of the text model.
+        stateful: transformers' own mark of models with a recurrent state.
+
+    Raises:
+        UserError: rejected tokens could not be taken back, or would be masked wrongly.
+    """
+    kinds = set(config.to_dict().get("layer_types") or ["full_attention"])
+    unknown = sorted(kinds - {"full_attention", "sliding_attention"})
+    recurrent = [kind for kind in unknown if not kind.endswith("attention")]
+    if stateful or recurrent or "linear_attention" in unknown:
+        layers = f" ({', '.join(unknown)} layers)" if unknown else ""
+        raise UserError(
+            f"target.model {name}: {config.model_type} keeps a recurrent state{layers}, which "
+            "cannot be rolled back when drafted tokens are rejected; choose a target whose layers "
+            "are all full or sliding attention"
+        )
+    if unknown:
+        raise UserError(
+            f"target.model {name}: {config.model_type} has {', '.join(unknown)} layers, which are "
+            "not supported yet; choose a target with full or sliding attention"
+        )
 
 
 def revision_of(path: str, config: Any) -> str:
