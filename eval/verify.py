@@ -2,11 +2,11 @@
 
 Pure functions of (p, q, proposal, uniforms): no model, no cache, no random state. Both rules
 leave the law of the emitted tokens equal to the target's for any drafter (the tests enumerate
-the token rule in rational arithmetic, and draw from both). They ask four things of the caller:
+these very functions in rational arithmetic). They ask four things of the caller:
     p is the target's *final* distribution (after temperature, top-k and top-p);
     q is the distribution that each proposed token was really drawn from;
     the uniforms are independent of each other and of those that drew the proposal;
-    how many tokens a row proposes does not depend on the last of them.
+    whether a row proposes an i-th token does not depend on what this or a later token is.
 A proposal that was not drawn at all (argmax, n-gram lookup) has q = None: a point mass.
 
 Dimensions: B rows, K proposed tokens (the most of any row), K1 = K + 1, V vocabulary.
@@ -75,7 +75,7 @@ def verify_token(
     rows_B = torch.arange(num_rows, device=p_BK1V.device)
     p_BV = p_BK1V[rows_B, num_accepted_B]
     if max_proposed == 0:
-        return Verdict(num_accepted_B, _draw(p_BV, num_accepted_B, final_uniforms_B))
+        return Verdict(num_accepted_B, draw(p_BV, num_accepted_B, final_uniforms_B))
     rejected_B1 = (num_accepted_B < num_proposed_B)[:, None]
     position_B = num_accepted_B.clamp(max=max_proposed - 1)  # of the rejected token, where any
     if q_BKV is None:
@@ -85,7 +85,7 @@ def verify_token(
     # An all-zero residual means p = q up to rounding, and then p itself is the right law.
     use_residual_B1 = rejected_B1 & (residual_BV.sum(dim=-1, keepdim=True) != 0)
     weights_BV = torch.where(use_residual_B1, residual_BV, p_BV)
-    return Verdict(num_accepted_B, _draw(weights_BV, num_accepted_B, final_uniforms_B))
+    return Verdict(num_accepted_B, draw(weights_BV, num_accepted_B, final_uniforms_B))
 
 
 def verify_block(
@@ -102,7 +102,6 @@ def verify_block(
     S_i = sum_v max(rho_i p_(i+1)(v) - q_(i+1)(v), 0), the prefix of length i is kept with
     h_i = S_i / (S_i + 1 - rho_i), the whole proposal with h = rho. The longest kept prefix is
     accepted; the next token comes from norm(max(rho p - q, 0)), or from p after the whole.
-    The number of proposed tokens must be fixed before the first is drawn.
 
     Args: as verify_token. Reads all of p and q, so it costs more than verify_token.
 
@@ -114,7 +113,7 @@ def verify_block(
     rows_B = torch.arange(num_rows, device=p_BK1V.device)
     if max_proposed == 0:
         zeros_B = torch.zeros_like(num_proposed_B)
-        return Verdict(zeros_B, _draw(p_BK1V[:, 0], zeros_B, final_uniforms_B))
+        return Verdict(zeros_B, draw(p_BK1V[:, 0], zeros_B, final_uniforms_B))
     if q_BKV is None:
         q_BKV = torch.zeros_like(p_BK1V[:, :-1]).scatter_(-1, tokens_BK[..., None], 1.0)
     p_x_BK = p_BK1V[:, :-1].gather(-1, tokens_BK[..., None])[..., 0]
@@ -143,7 +142,7 @@ def verify_block(
     residual_BV = excess_BKV[rows_B, num_accepted_B.clamp(max=max_proposed - 1)]
     use_residual_B1 = rejected_B1 & (residual_BV.sum(dim=-1, keepdim=True) != 0)
     weights_BV = torch.where(use_residual_B1, residual_BV, p_BV)
-    return Verdict(num_accepted_B, _draw(weights_BV, num_accepted_B, final_uniforms_B))
+    return Verdict(num_accepted_B, draw(weights_BV, num_accepted_B, final_uniforms_B))
 
 
 def _mask_padding(tokens_BK: Tensor, num_proposed_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,7 +152,7 @@ def _mask_padding(tokens_BK: Tensor, num_proposed_B: Tensor) -> tuple[Tensor, Te
     return proposed_BK, tokens_BK.masked_fill(~proposed_BK, 0)
 
 
-def _draw(weights_BV: Tensor, num_accepted_B: Tensor, uniforms_B: Tensor) -> Tensor:
+def draw(weights_BV: Tensor, num_accepted_B: Tensor, uniforms_B: Tensor) -> Tensor:
     """Draw the next token of each row; a NaN in p or q is named by row and position."""
     # A NaN at a proposed token rejects there, so it always reaches the weights drawn from.
     bad_B = weights_BV.sum(dim=-1).isnan()
