@@ -33,7 +33,7 @@ class Case:
     cuts: list[set[Fraction]]
 
 
-def random_law(generator: random.Random, vocab_size: int, depth: int, zeros: bool = True) -> Law:
+def random_law(generator: random.Random, vocab_size: int, depth: int) -> Law:
     """Small integers over their sum, some of them zero, for each prefix below depth."""
     law = {}
     for length in range(depth):
