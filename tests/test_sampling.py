@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+)
 
-from data.sampling import final_probs, sample
+from data.sampling import final_probs, mark_seen, penalise, sample, seen_along, seen_in
 from recipes.errors import UserError
 
 LOGITS_13 = torch.tensor([[0.5, 0.3, 0.2]]).log()
@@ -92,7 +96,9 @@ def test_p88_row_of_minus_inf_except_one_gives_that_token(temperature: float) ->
     assert [sample(probs, torch.tensor([u])).item() for u in (0.0, 0.5, 1.0)] == [4, 4, 4]
 
 
-@pytest.mark.parametrize("setting", [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}])
+@pytest.mark.parametrize(
+    "setting", [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.1}]
+)
 def test_settings_out_of_range(setting: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(setting))):
         final_probs(LOGITS_13, 1.0, **setting)
@@ -132,3 +138,72 @@ def test_sample_without_mass_is_an_error(bad: float) -> None:
     weights[1] = bad
     with pytest.raises(UserError, match="row 1"):
         sample(weights, torch.rand(2))
+
+
+@pytest.mark.parametrize(
+    ("min_p", "expected"),
+    [
+        (0.0, [0.5, 0.3, 0.2]),
+        (0.39, [0.5, 0.3, 0.2]),  # .2 is .4 of the likeliest
+        (0.41, [0.625, 0.375, 0.0]),
+        (0.61, [1.0, 0.0, 0.0]),
+        (1.0, [1.0, 0.0, 0.0]),
+    ],
+)
+def test_min_p_keeps_what_is_likely_beside_the_likeliest(min_p, expected) -> None:
+    torch.testing.assert_close(final_probs(LOGITS_13, 1.0, min_p=min_p), torch.tensor([expected]))
+
+
+def test_min_p_comes_after_temperature_and_before_top_p() -> None:
+    # At T = 0.5 the law is (.25, .09, .04) / .38: .09 is .36 of .25, at T = 1 it would be .6.
+    assert final_probs(LOGITS_13, 0.5, min_p=0.4).tolist() == [[1.0, 0.0, 0.0]]
+    # Of (.625, .375), which min-p leaves, .6 is reached by the first; of all three it is not.
+    assert final_probs(LOGITS_13, 1.0, top_p=0.6, min_p=0.5).tolist() == [[1.0, 0.0, 0.0]]
+    assert final_probs(LOGITS_13, 1.0, top_p=0.6).tolist()[0][1] > 0
+
+
+def test_min_p_without_other_filters_is_that_of_transformers() -> None:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(4, 50)
+    theirs = MinPLogitsWarper(0.1)(torch.zeros(4, 0), logits / 0.7).softmax(-1)
+    ours = final_probs(logits, 0.7, min_p=0.1)
+    assert 4 < (ours > 0).sum() < 4 * 50
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_min_p_keeps_all_that_tie_with_the_likeliest() -> None:
+    probs = final_probs(torch.tensor([[2.0, 2.0, 1.9, -torch.inf]]), 1.0, min_p=1.0)
+    assert probs.tolist() == [[0.5, 0.5, 0.0, 0.0]]
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() -> None:
+    logits = torch.tensor([[2.0, 2.0, -2.0, -2.0, 0.0, -torch.inf]])
+    seen = torch.tensor([[True, False, True, False, True, True]])
+    assert penalise(logits, seen, 2.0).tolist() == [[1.0, 2.0, -4.0, -2.0, 0.0, -torch.inf]]
+    assert penalise(logits, seen, 1.0).tolist() == logits.tolist()
+
+
+def test_repetition_penalty_is_that_of_transformers_and_counts_a_token_once() -> None:
+    torch.manual_seed(0)
+    logits, prompts = 3 * torch.randn(2, 20), [[3, 3, 3, 5], [1, 2, 1, 2]]
+    seen = seen_in(prompts, 20, torch.device("cpu"))
+    theirs = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor(prompts), logits.clone())
+    torch.testing.assert_close(penalise(logits, seen, 1.3), theirs)
+
+
+def test_what_is_seen_grows_along_a_proposal_and_with_what_is_committed() -> None:
+    seen = seen_in([[0], [1, 1]], 6, torch.device("cpu"))
+    along = seen_along(seen, torch.tensor([[2, 3], [4, 1]]))
+
+    def ids(flags):
+        return [row.nonzero()[:, 0].tolist() for row in flags]
+
+    assert [ids(row) for row in along] == [[[0], [0, 2], [0, 2, 3]], [[1], [1, 4], [1, 4]]]
+    mark_seen(seen, torch.tensor([[2, 3, 5], [4, 0, 0]]), torch.tensor([2, 0]))
+    assert ids(seen) == [[0, 2, 3], [1]]
+
+
+@pytest.mark.parametrize("penalty", [0.0, -1.0, float("nan")])
+def test_penalty_out_of_range(penalty: float) -> None:
+    with pytest.raises(UserError, match="repetition_penalty"):
+        penalise(LOGITS_13, torch.ones(1, 3, dtype=torch.bool), penalty)
