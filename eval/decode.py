@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from data.sampling import mark_seen, sample, seen_along, seen_in
 from data.target import Target
 from drafters.base import DecodingDrafter, DraftLaws, Proposal
-from eval.lossless import pit_values
+from eval.lossless import pit_columns
 from eval.rounds import (
     Clock,
     Decoded,
@@ -118,7 +118,7 @@ class _Run:
             self.drafter.observe(self.state, next_BN, states.aux_BSF, lengths_B)
         self.seconds.prefill = self.clock.lap()
         if self.sampling.temperature > 0:
-            values = pit_values(p_BV, self.last_B, draws_B2[:, 1]).tolist()
+            values = pit_columns(p_BV, self.last_B, draws_B2[:, 1]).tolist()
             for row, value in zip(self.rows, values, strict=True):
                 row.pit.append(value)
         self.tell([1] * len(prompts))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import DraftLaws, Proposal, Sampling
-from eval.lossless import pit_values
+from eval.lossless import pit_columns
 from eval.verify import Verdict, verify_block, verify_token
 
 
@@ -75,15 +75,17 @@ class Round:
     """One round of one row.
 
     proposed: tokens drafted. accepted: of these, kept (not counting what lies behind a stop).
-    emitted: tokens added to the answer, correction or bonus included. p, q: of the drafted tokens,
-    in the final distributions (q is 1 where a token was chosen outright). next_p: of the last
-    emitted token, which is the correction or bonus unless the answer ends inside the draft.
+    emitted: tokens added to the answer, correction or bonus included. accepted_before_stop: those
+    that the rule accepted, also behind a stop. p, q: of the drafted tokens, in the final
+    distributions (q is 1 where a token was chosen outright). next_p: of the last emitted token,
+    which is the correction or bonus unless the answer ends inside the draft.
     """
 
     proposed: int
     accepted: int
     emitted: int
     drafted_ids: list[int]
+    accepted_before_stop: int = 0
     p: list[float] = field(default_factory=list, compare=False)
     q: list[float] = field(default_factory=list, compare=False)
     next_p: float | None = field(default=None, compare=False)
@@ -95,7 +97,7 @@ class Decoded:
 
     ids: generated tokens, the stop token included. The first comes from the prefill and belongs to
     no round. finish: "stop" or "length". alpha_sum / alpha_count: sum over v of min(p, q) at every
-    verified position. pit: transforms of the emitted tokens (sampled decoding only).
+    verified position. pit: of each emitted token eval.lossless.pit_columns (sampled decoding only).
     """
 
     ids: list[int] = field(default_factory=list)
@@ -103,7 +105,7 @@ class Decoded:
     rounds: list[Round] = field(default_factory=list)
     alpha_sum: float = 0.0
     alpha_count: int = 0
-    pit: list[float] = field(default_factory=list)
+    pit: list[list[float]] = field(default_factory=list)
 
 
 @dataclass
@@ -185,6 +187,19 @@ def record_probs(
             last.next_p = emitted[num - 1]
 
 
+def drafted_from(
+    p_BSV: Tensor, tokens_BK: Tensor, num_proposed_B: Tensor, q_BKV: Tensor | None
+) -> Tensor:
+    """q_BSV of eval.lossless.pit_columns: 1 at tokens chosen outright, 0 where none was drafted."""
+    q_BSV = torch.zeros_like(p_BSV)
+    if q_BKV is None:
+        q_BSV[:, :-1].scatter_(-1, tokens_BK[..., None], 1.0)
+    else:
+        q_BSV[:, :-1] = q_BKV
+    places_S = torch.arange(q_BSV.shape[1], device=q_BSV.device)
+    return q_BSV.masked_fill_((places_S >= num_proposed_B[:, None])[..., None], 0.0)
+
+
 def record_pit(
     rows: list[Decoded],
     proposal: Proposal,
@@ -197,23 +212,18 @@ def record_pit(
     """Transform the tokens that this round committed.
 
     Args:
-        uniforms_BS: used for nothing else.
-        order_by_draft: sum F in ascending order of q - p, which makes the usual faults show. Only
-            for rules that decide a position without looking at later ones (token verification):
+        uniforms_BS: at least as wide as p; used for nothing else.
+        order_by_draft: one of the orders may use q, which makes the usual faults show. Only for
+            rules that decide a position without looking at later ones (token verification):
             elsewhere where a round ends depends on tokens behind, and so would the order.
     """
-    for b, (row, num) in enumerate(zip(rows, committed, strict=True)):
-        if not num:
-            continue
-        p_NV, order_NV = p_BSV[b, :num], None
-        judged = min(num, row.rounds[-1].proposed)
-        if order_by_draft and judged:
-            order_NV = torch.zeros_like(p_NV)  # a bonus has no q: by id
-            if proposal.probs_BKV is None:
-                drafted_K1 = proposal.tokens_BK[b, :judged, None]
-                order_NV[:judged] = (-p_NV[:judged]).scatter_add(
-                    -1, drafted_K1, torch.ones_like(drafted_K1, dtype=p_NV.dtype)
-                )
-            else:
-                order_NV[:judged] = proposal.probs_BKV[b, :judged] - p_NV[:judged]
-        row.pit += pit_values(p_NV, emitted_BS[b, :num], uniforms_BS[b, :num], order_NV).tolist()
+    S = p_BSV.shape[1]
+    committed_B = torch.tensor(committed, device=p_BSV.device)
+    kept_BS = torch.arange(S, device=p_BSV.device) < committed_B[:, None]
+    q_NV = None
+    if order_by_draft:
+        q_BKV, num_B = proposal.probs_BKV, proposal.num_proposed_B
+        q_NV = drafted_from(p_BSV, proposal.tokens_BK, num_B, q_BKV)[kept_BS]
+    columns_N3 = pit_columns(p_BSV[kept_BS], emitted_BS[kept_BS], uniforms_BS[:, :S][kept_BS], q_NV)
+    for row, values in zip(rows, columns_N3.split(committed), strict=True):
+        row.pit += values.tolist()
