@@ -15,6 +15,8 @@ A Batch:
                      lse) is a probability also where only the draft vocabulary's logits are
                      computed (cached states only, may be absent)
   argmax_BS  int32   the target's most likely next token there (beside lse_BS)
+  anchors_A  int64   flat positions b * S + s behind which drafts are trained; None = every one
+  seed               of the random choices of a training pass over this batch
 """
 
 from __future__ import annotations
@@ -65,6 +67,8 @@ class Batch:
     hidden_BSH: Tensor | None = None
     lse_BS: Tensor | None = None
     argmax_BS: Tensor | None = None
+    anchors_A: Tensor | None = None
+    seed: int = 0
 
     @property
     def valid_BS(self) -> Tensor:
@@ -87,6 +91,7 @@ class Batch:
             hidden_BSH=move(self.hidden_BSH),
             lse_BS=move(self.lse_BS),
             argmax_BS=move(self.argmax_BS),
+            anchors_A=move(self.anchors_A),
         )
 
 

@@ -55,8 +55,9 @@ def data_dir(recipe: Recipe) -> Path:
 
 def aux_layers_of(recipe: Recipe, target: Target) -> tuple[int, ...]:
     """The recipe's layers, or the default ones; checked against the target's depth."""
-    layers = tuple(recipe.drafter.aux_layers or target.default_aux_layers())
-    if sorted(set(layers)) != list(layers) or layers[-1] > target.num_layers:
+    section = recipe.drafter
+    layers = tuple(section.aux_layers or section.default_aux_layers(target.num_layers))
+    if sorted(set(layers)) != list(layers) or max(layers, default=0) > target.num_layers:
         raise UserError(
             f"drafter.aux_layers {list(layers)}: give ascending distinct ids within "
             f"0..{target.num_layers} (k = the residual stream after k decoder layers)"

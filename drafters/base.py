@@ -1,20 +1,24 @@
 """What the decoding loop asks of a drafter, and what it gets.
 
-Dimension letters: B rows, K proposed tokens, V target vocabulary, N newly committed positions,
-F captured width.
+Dimension letters: B rows, S positions, K proposed tokens, V target vocabulary, D draft vocabulary,
+N newly committed positions (decoding) or slots (training), F captured width, W width of what the
+head reads.
 
-A drafter with weights is one nn.Module with three uses: `rollout` (training: many positions at
+A drafter with weights is one nn.Module with three uses: `slots` (training: many positions at
 once), `observe` + `propose` (decoding: step by step, with a cache) and the tensors that its
 exporter names. A drafter without weights only decodes.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from data.batch import Batch
 from data.sampling import final_probs, penalise
+from data.target import Target
 
 
 class DraftLaws(NamedTuple):
@@ -131,3 +135,64 @@ class DecodingDrafter(ABC):
             seen_BV: bool, the tokens committed so far; given if `sampling.needs_history`. What is
                 drafted counts as seen for the tokens after it. It may not be changed.
         """
+
+
+@dataclass
+class Slots:
+    """Places of a batch where a drafter guesses a token, in any order.
+
+    A draft starts behind an anchor: the last committed token, at position s of its row. The slot
+    of depth k guesses token s + 1 + k, which the target predicts at position s + k; so depth 0 is
+    the first token of a draft. Every architecture drafts with this geometry.
+
+    head_NW: what the head reads there.
+    anchor_N: int64 flat index b * S + s.
+    depth_N: int64 k.
+    """
+
+    head_NW: Tensor
+    anchor_N: Tensor
+    depth_N: Tensor
+
+
+class TrainedDrafter(nn.Module, DecodingDrafter):
+    """A drafter with weights of its own.
+
+    method: its name in recipes, results and draftsmith.json.
+    num_anchors: anchors a row that a training step draws at random; None = every one.
+    d2t: int64 buffer [D]: target id = draft id + d2t[draft id]; zeros for a whole vocabulary.
+    """
+
+    method: ClassVar[str]
+    num_anchors: int | None = None
+    config: Any  # a frozen dataclass with its shape
+    d2t: Tensor
+
+    @property
+    def draft_ids_D(self) -> Tensor:
+        """Target id of every draft id."""
+        return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
+
+    @abstractmethod
+    def use_target(self, target: Target) -> None:
+        """Borrow what is the target's (embedding, final norm, head): never trained or saved."""
+
+    @abstractmethod
+    def slots(self, batch: Batch, num_depths: int) -> Slots:
+        """The training pass: head inputs of the drafts behind `batch.anchors_A`.
+
+        Only slots whose token is supervised, with all that stands between it and the anchor (see
+        drafters.anchors). Random choices are drawn from `batch.seed` alone.
+        """
+
+    @abstractmethod
+    def head_weights(self) -> list[Tensor]:
+        """The head [D, W]; one for all depths, or one for each."""
+
+    def extra_loss(self, slots: Slots, alpha_N: Tensor) -> Tensor | None:
+        """A sum over slots to be added to the loss, e.g. of a confidence head.
+
+        Args:
+            alpha_N: sum_v min(p, q) at each slot, detached.
+        """
+        return None

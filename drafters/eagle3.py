@@ -18,9 +18,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from data.attention import masked_attention
+from data.batch import Batch
 from data.cache import KVCache
 from data.sampling import sample
-from drafters.base import DecodingDrafter, DraftLaws, Proposal, Sampling
+from data.target import Target
+from drafters.anchors import supervised_slots
+from drafters.base import DraftLaws, Proposal, Sampling, Slots, TrainedDrafter
 from drafters.layers import MLP, Attend, Attention, Linear, RMSNorm, rollout_attention
 
 
@@ -99,8 +102,10 @@ class Eagle3State:
     last_hidden_BH: Tensor
 
 
-class Eagle3(nn.Module, DecodingDrafter):
-    """The drafter. `use_embeddings` lends it the target's embedding, which it never trains."""
+class Eagle3(TrainedDrafter):
+    """The drafter. `use_target` lends it the target's embedding, which it never trains."""
+
+    method = "eagle3"
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -145,16 +150,16 @@ class Eagle3(nn.Module, DecodingDrafter):
             )
         self._embeddings = [embed_weight_VH]
 
+    def use_target(self, target: Target) -> None:
+        self.use_embeddings(target.embed_weight_VH)
+
+    def head_weights(self) -> list[Tensor]:
+        return [self.lm_head.weight]
+
     @property
     def rope(self) -> LlamaRotaryEmbedding:
         """Rotary tables: (x, positions) -> cos, sin."""
         return self._rope[0]
-
-    @property
-    def draft_ids_D(self) -> Tensor:
-        """Target id of every draft id."""
-        d2t = self.get_buffer("d2t")
-        return torch.arange(d2t.shape[0], device=d2t.device) + d2t
 
     def embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._embeddings[0]).to(self.fc.weight.dtype)
@@ -211,6 +216,14 @@ class Eagle3(nn.Module, DecodingDrafter):
             hidden_BSH = self.step(shifted_BS, hidden_BSH, positions_1S + k, attends)
             outputs.append(self.head_input(hidden_BSH))
         return outputs
+
+    def slots(self, batch: Batch, num_depths: int) -> Slots:
+        """Row t drafts behind anchor t + 1; rollout step k is depth k."""
+        assert batch.aux_BSF is not None, "states are attached before the step"
+        anchor_N, depth_N = supervised_slots(batch, num_depths)
+        heads = self.rollout(batch.ids_BS, batch.aux_BSF, num_depths)
+        parts = [h.flatten(0, 1)[anchor_N[depth_N == k] - 1] for k, h in enumerate(heads)]
+        return Slots(torch.cat(parts), anchor_N, depth_N)
 
     # Decoding: step by step.
 

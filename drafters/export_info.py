@@ -9,7 +9,7 @@ from typing import Any
 from data import embedded
 from data.files import read_json, write_json, write_text
 from data.target import Target
-from drafters.eagle3 import Eagle3, Eagle3Config
+from drafters.base import TrainedDrafter
 from recipes.errors import UserError
 
 INFO, CARD = "draftsmith.json", "README.md"
@@ -81,11 +81,11 @@ class Origin:
 
 
 def write_info(
-    folder: Path, form: str, shape: Eagle3Config, target: TargetInfo, origin: Origin
+    folder: Path, form: str, drafter: TrainedDrafter, target: TargetInfo, origin: Origin
 ) -> None:
     """Write draftsmith.json."""
-    head = {"schema": 1, "method": "eagle3", "form": form}
-    layers = {"aux_layers": list(shape.aux_layers), "layer_ids": LAYER_IDS}
+    head = {"schema": 1, "method": drafter.method, "form": form}
+    layers = {"aux_layers": list(drafter.aux_layers), "layer_ids": LAYER_IDS}
     write_json(folder / INFO, {**head, **layers, "target": asdict(target), **asdict(origin)})
 
 
@@ -113,16 +113,14 @@ def load_origin(folder: str | Path) -> tuple[TargetInfo, Origin]:
     return target, Origin(**{f.name: info[f.name] for f in fields(Origin)})
 
 
-def serve_command(folder: str | Path, target: TargetInfo, num_draft_tokens: int) -> str:
+def serve_command(
+    folder: str | Path, target: TargetInfo, engine: dict[str, Any], num_draft_tokens: int
+) -> str:
     """The shell line that serves the target with this drafter.
 
-    The method is always named: without it vLLM guesses one from the folder's path.
+    `engine` always names the method: without it vLLM guesses one from the folder's path.
     """
-    speculative = {
-        "model": str(folder),
-        "method": "eagle3",
-        "num_speculative_tokens": num_draft_tokens,
-    }
+    speculative = {"model": str(folder), **engine, "num_speculative_tokens": num_draft_tokens}
     return (
         f"vllm serve {shlex.quote(target.path)} "
         f"--speculative-config {shlex.quote(json.dumps(speculative))}"
@@ -130,28 +128,33 @@ def serve_command(folder: str | Path, target: TargetInfo, num_draft_tokens: int)
 
 
 def write_card(
-    folder: Path, name: Path, drafter: Eagle3, target: TargetInfo, origin: Origin
+    folder: Path,
+    title: str,
+    drafter: TrainedDrafter,
+    target: TargetInfo,
+    origin: Origin,
+    command: str,
 ) -> None:
-    """Write README.md into `folder`, which will be called `name`."""
+    """Write README.md into `folder`; `title` is the architecture's, `command` serves it."""
     data, train = origin.recipe["data"], origin.recipe["train"]
     num_params = sum(parameter.numel() for parameter in drafter.parameters())
     answers = "by the target itself" if data["regenerate"] else "as in the source"
     lines = [
-        f"# EAGLE-3 drafter for {target.name}",
+        f"# {title} drafter for {target.name}",
         "",
         "A drafter for lossless speculative decoding: it proposes tokens that the target checks,",
         "so text comes faster and its distribution stays that of the target. Made with Draftsmith.",
         "",
         f"- Target: {target.name}, revision {target.revision}",
-        f"- Shape: {drafter.config.num_layers} layer(s), {num_params:,} parameters,"
+        f"- Shape: {num_params:,} parameters,"
         f" {drafter.config.draft_vocab_size:,} of {target.vocab_size:,} tokens",
-        f"- Target layers read: {list(drafter.config.aux_layers)}; {LAYER_IDS}",
+        f"- Target layers read: {list(drafter.aux_layers)}; {LAYER_IDS}",
         f"- Training text: prompts from {', '.join(data['sources'])}; answers {answers}",
         f"- Budget: {origin.num_trained_tokens:,} supervised tokens (repeats counted), at most"
         f" {train['epochs']:g} epochs",
         "",
         "```",
-        serve_command(name, target, origin.num_draft_tokens),
+        command,
         "```",
         "",
         f"`{INFO}` holds the recipe, the commit and the versions.",

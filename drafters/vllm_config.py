@@ -8,7 +8,7 @@ Layer ids are the project's own and vLLM's: k = residual stream after k decoder 
 """
 
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -16,12 +16,31 @@ from pydantic import TypeAdapter, ValidationError
 
 from data.target import DTYPES
 from drafters.eagle3 import Eagle3, Eagle3Config
+from drafters.export_form import ExportForm, Form
 from drafters.export_info import TargetInfo
 from recipes.errors import UserError
 
-Form = Literal["vllm", "speculators"]
 SPECULATORS_VERSION = "0.5.0"  # of the form that is written here
 LAYER_SECTION = "transformer_layer_config"  # where the speculators form keeps the llama keys
+
+# Our name of a tensor: its name in the file, the same in both forms; {i} is an index.
+TENSORS = {
+    "fc.weight": "fc.weight",
+    "input_norm.weight": "input_norm.weight",
+    "fc_norm.{i}.weight": "fc_norm.{i}.weight",
+    "layers.{i}.self_attn.q_proj.weight": "layers.{i}.self_attn.q_proj.weight",
+    "layers.{i}.self_attn.k_proj.weight": "layers.{i}.self_attn.k_proj.weight",
+    "layers.{i}.self_attn.v_proj.weight": "layers.{i}.self_attn.v_proj.weight",
+    "layers.{i}.self_attn.o_proj.weight": "layers.{i}.self_attn.o_proj.weight",
+    "layers.{i}.mlp.gate_proj.weight": "layers.{i}.mlp.gate_proj.weight",
+    "layers.{i}.mlp.up_proj.weight": "layers.{i}.mlp.up_proj.weight",
+    "layers.{i}.mlp.down_proj.weight": "layers.{i}.mlp.down_proj.weight",
+    "layers.{i}.input_layernorm.weight": "layers.{i}.input_layernorm.weight",
+    "layers.{i}.hidden_norm.weight": "layers.{i}.hidden_norm.weight",
+    "layers.{i}.post_attention_layernorm.weight": "layers.{i}.post_attention_layernorm.weight",
+    "norm.weight": "norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
 
 # Our name of a field: its key among the llama keys of both forms.
 LAYER_KEYS = {
@@ -95,21 +114,16 @@ def make_config(
     }
 
 
-def form_of(config: dict[str, Any], where: Path) -> Form:
-    """Which of the two forms a config.json has."""
+def form_of(config: dict[str, Any]) -> Form | None:
+    """Which of the two forms a config.json has; None: it is no EAGLE-3."""
     if config.get("speculators_model_type") == "eagle3":
         return "speculators"
-    if "speculators_model_type" not in config and config.get("architectures") == [
-        "LlamaForCausalLMEagle3"
-    ]:
-        return "vllm"
-    raise UserError(
-        f"{where}: neither a plain EAGLE-3 config (architectures: ['LlamaForCausalLMEagle3']) nor "
-        "one of speculators (speculators_model_type: 'eagle3')"
-    )
+    plain = config.get("architectures") == ["LlamaForCausalLMEagle3"]
+    parallel = config.keys() & {"ptd_token_id", "pard_token", "mask_token_id"}
+    return "vllm" if plain and not parallel and "speculators_model_type" not in config else None
 
 
-def read_config(config: Any, where: Path) -> tuple[Eagle3, torch.dtype]:
+def read_config(config: dict[str, Any], where: Path) -> tuple[Eagle3, torch.dtype]:
     """The drafter that a config.json describes, on the meta device, and the dtype of its weights.
 
     Args:
@@ -119,9 +133,8 @@ def read_config(config: Any, where: Path) -> tuple[Eagle3, torch.dtype]:
     Raises:
         UserError: a missing key, an impossible value, or keys that contradict each other.
     """
-    if not isinstance(config, dict):
-        raise UserError(f"{where}: expected a JSON object")
-    form = form_of(config, where)
+    form = form_of(config)
+    assert form is not None, "the caller has asked form_of"
     layer = config if form == "vllm" else config.get(LAYER_SECTION)
     if not isinstance(layer, dict):
         raise UserError(f"{where}: {LAYER_SECTION} is missing")
@@ -251,3 +264,16 @@ def _draft_keys(drafter: Eagle3, form: Form) -> dict[str, Any]:
         "norm_before_fc": shape["norm_before_fc"],
     }
     return {**keys, "eagle_config": eagle}
+
+
+FORM = ExportForm(
+    title="EAGLE-3",
+    tensors=TENSORS,
+    forms=("vllm", "speculators"),
+    engine={"method": "eagle3"},
+    form_of=form_of,
+    make_config=make_config,
+    read_config=read_config,
+    faults=shape_faults,
+    target_faults=target_faults,
+)

@@ -1,7 +1,7 @@
-"""The exported folder of an EAGLE-3 drafter, both ways, for vLLM and for the speculators library.
+"""The exported folder of a drafter, both ways, for vLLM and for the speculators library.
 
-    config.json        what an engine reads (drafters/vllm_config.py)
-    model.safetensors  the weights, under the names below
+    config.json        what an engine reads (each architecture's ExportForm)
+    model.safetensors  the weights, under the names of its table
     draftsmith.json    where it comes from: target, recipe, commit, versions, tokens
     README.md          a short model card
 
@@ -22,7 +22,8 @@ from torch import Tensor
 from data.files import read_json, replace_dir, require_disk, write_json
 from data.target import DTYPES
 from data.vocab import DraftVocab, check_map
-from drafters.eagle3 import Eagle3
+from drafters.base import TrainedDrafter
+from drafters.export_form import ExportForm, Form
 from drafters.export_info import (
     CARD,
     INFO,
@@ -34,14 +35,7 @@ from drafters.export_info import (
     write_card,
     write_info,
 )
-from drafters.vllm_config import (
-    Form,
-    build_on_meta,
-    make_config,
-    read_config,
-    shape_faults,
-    target_faults,
-)
+from drafters.methods import METHODS
 from recipes.errors import UserError
 
 __all__ = [
@@ -57,28 +51,9 @@ __all__ = [
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
-# Our name of a tensor: its name in the file, the same in both forms; {i} is an index.
-TENSORS = {
-    "fc.weight": "fc.weight",
-    "input_norm.weight": "input_norm.weight",
-    "fc_norm.{i}.weight": "fc_norm.{i}.weight",
-    "layers.{i}.self_attn.q_proj.weight": "layers.{i}.self_attn.q_proj.weight",
-    "layers.{i}.self_attn.k_proj.weight": "layers.{i}.self_attn.k_proj.weight",
-    "layers.{i}.self_attn.v_proj.weight": "layers.{i}.self_attn.v_proj.weight",
-    "layers.{i}.self_attn.o_proj.weight": "layers.{i}.self_attn.o_proj.weight",
-    "layers.{i}.mlp.gate_proj.weight": "layers.{i}.mlp.gate_proj.weight",
-    "layers.{i}.mlp.up_proj.weight": "layers.{i}.mlp.up_proj.weight",
-    "layers.{i}.mlp.down_proj.weight": "layers.{i}.mlp.down_proj.weight",
-    "layers.{i}.input_layernorm.weight": "layers.{i}.input_layernorm.weight",
-    "layers.{i}.hidden_norm.weight": "layers.{i}.hidden_norm.weight",
-    "layers.{i}.post_attention_layernorm.weight": "layers.{i}.post_attention_layernorm.weight",
-    "norm.weight": "norm.weight",
-    "lm_head.weight": "lm_head.weight",
-}
-
 
 def save(
-    drafter: Eagle3,
+    drafter: TrainedDrafter,
     folder: str | Path,
     form: Form,
     dtype: torch.dtype,
@@ -91,14 +66,17 @@ def save(
         UserError: the drafter would load as something else, does not fit its target or holds
             values that are not finite; the folder holds other files; no disk space.
     """
-    folder, shape = Path(folder), drafter.config
-    faults = shape_faults(shape) + target_faults(shape, target)
+    folder, shape, names = Path(folder), drafter.config, METHODS[drafter.method].form
+    faults = names.faults(shape) + names.target_faults(shape, target)
+    if form not in names.forms:
+        faults.append(f"form {form!r}: {names.title} is written as {' or '.join(names.forms)}")
     if dtype not in DTYPES.values():
         faults.append(f"dtype {dtype} is none of {', '.join(DTYPES)}")
     if faults:
         raise UserError(f"{folder}: not exported: {'; '.join(faults)}")
-    tensors = _named(drafter, dtype)
-    faults = _shape_faults(tensors, _named(build_on_meta(shape, folder)))
+    tensors = _named(drafter, names, dtype)
+    with torch.device("meta"):
+        faults = _shape_faults(tensors, _named(METHODS[drafter.method].drafter(shape), names))
     faults += [f"{name} is not finite as {dtype}" for name, t in tensors.items() if not _finite(t)]
     if faults:
         raise UserError(f"{folder}: not exported: {'; '.join(faults)}")
@@ -110,16 +88,17 @@ def save(
             save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot write {folder / WEIGHTS}: {error}") from error
-        config = make_config(drafter, form, dtype, target, origin.num_draft_tokens)
+        config = names.make_config(drafter, form, dtype, target, origin.num_draft_tokens)
         write_json(temporary / CONFIG, config)
-        write_info(temporary, form, drafter.config, target, origin)
-        write_card(temporary, folder, drafter, target, origin)
+        write_info(temporary, form, drafter, target, origin)
+        command = serve_command(folder, target, names.engine, origin.num_draft_tokens)
+        write_card(temporary, names.title, drafter, target, origin, command)
 
 
 def load(
     folder: str | Path, target: TargetInfo | None = None, dtype: torch.dtype | None = None
-) -> Eagle3:
-    """Read either form. The drafter still needs the target's embedding (`use_embeddings`).
+) -> TrainedDrafter:
+    """Read any form. The drafter still needs its target (`use_target`).
 
     Args:
         folder: as `save` wrote it.
@@ -132,8 +111,10 @@ def load(
             or to the target.
     """
     folder = Path(folder)
-    drafter, stored = read_config(read_json(folder / CONFIG), folder / CONFIG)
-    faults = target_faults(drafter.config, target) if target is not None else []
+    config = read_json(folder / CONFIG)
+    names = _form_of(config, folder / CONFIG)
+    drafter, stored = names.read_config(config, folder / CONFIG)
+    faults = names.target_faults(drafter.config, target) if target is not None else []
     if faults:
         raise UserError(f"{folder}: {'; '.join(faults)}")
     where = folder / WEIGHTS
@@ -144,7 +125,7 @@ def load(
     except (OSError, SafetensorError) as error:
         raise UserError(f"{where}: cannot be read: {error}") from error
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    faults = _shape_faults(tensors, _named(drafter))
+    faults = _shape_faults(tensors, _named(drafter, names))
     faults += [
         f"{name} is {t.dtype}, config.json says {stored}"
         for name, t in tensors.items()
@@ -154,7 +135,7 @@ def load(
         raise UserError(f"{where}: {'; '.join(faults)}")
     vocab = _checked_map(d2t, t2d, drafter, where)
     ours = {
-        name: tensors[_exported(name)].to(dtype or stored)
+        name: tensors[_exported(name, names)].to(dtype or stored)
         for name in drafter.state_dict()
         if name != "d2t"
     }
@@ -163,16 +144,39 @@ def load(
     return drafter
 
 
-def _exported(name: str) -> str:
-    index = re.search(r"\.(\d+)\.", name)
-    if index is None:
-        return TENSORS[name]
-    return TENSORS[name.replace(index[0], ".{i}.", 1)].replace("{i}", index[1])
+def _form_of(config: object, where: Path) -> ExportForm:
+    """The one architecture whose config.json this is."""
+    if not isinstance(config, dict):
+        raise UserError(f"{where}: expected a JSON object")
+    forms = [method.form for method in METHODS.values()]
+    found = [form for form in forms if form.form_of(config) is not None]
+    if len(found) != 1:
+        raise UserError(
+            f"{where}: no drafter that is known here (architectures "
+            f"{config.get('architectures')!r}, speculators_model_type "
+            f"{config.get('speculators_model_type')!r}); known are "
+            f"{', '.join(form.title for form in forms)}"
+        )
+    return found[0]
 
 
-def _named(drafter: Eagle3, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def _exported(name: str, names: ExportForm) -> str:
+    """The file's name of one of our tensors: indices go through the table as they are."""
+    indices = re.findall(r"\.(\d+)(?=\.)", name)
+    for letter, index in zip("ij", indices, strict=False):
+        name = name.replace(f".{index}.", f".{{{letter}}}.", 1)
+    exported = names.tensors[name]
+    for letter, index in zip("ij", indices, strict=False):
+        exported = exported.replace(f"{{{letter}}}", index)
+    return exported
+
+
+def _named(
+    drafter: TrainedDrafter, names: ExportForm, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """The parameters under their exported names; on the CPU in `dtype` when one is given."""
-    tensors = {_exported(n): t.detach() for n, t in drafter.state_dict().items() if n != "d2t"}
+    state = drafter.state_dict()
+    tensors = {_exported(n, names): t.detach() for n, t in state.items() if n != "d2t"}
     if dtype is None:
         return tensors
     return {name: t.to("cpu", dtype).contiguous() for name, t in tensors.items()}
@@ -194,9 +198,9 @@ def _shape_faults(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list
     return faults
 
 
-def _map_tensors(drafter: Eagle3, folder: Path) -> dict[str, Tensor]:
+def _map_tensors(drafter: TrainedDrafter, folder: Path) -> dict[str, Tensor]:
     """d2t and t2d; nothing for a whole vocabulary, for which vLLM refuses a map."""
-    shape, d2t = drafter.config, drafter.get_buffer("d2t").cpu()
+    shape, d2t = drafter.config, drafter.d2t.cpu()
     if shape.draft_vocab_size == shape.vocab_size:
         if bool(d2t.any()):
             raise UserError(
@@ -211,7 +215,7 @@ def _map_tensors(drafter: Eagle3, folder: Path) -> dict[str, Tensor]:
 
 
 def _checked_map(
-    d2t: Tensor | None, t2d: Tensor | None, drafter: Eagle3, where: Path
+    d2t: Tensor | None, t2d: Tensor | None, drafter: TrainedDrafter, where: Path
 ) -> DraftVocab:
     shape = drafter.config
     for name, tensor, wanted in (("d2t", d2t, torch.int64), ("t2d", t2d, torch.bool)):

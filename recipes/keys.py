@@ -29,13 +29,23 @@ _EXPECTED = {
 
 
 def fields_by_key(recipe_type: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield (dotted key, field) for every leaf of a recipe, e.g. `train.lr`."""
+    """Yield (dotted key, field) for every leaf of a recipe, e.g. `train.lr`.
+
+    A section with several forms (`drafter`) gives the keys of each, so a key may come twice.
+    """
     for name, field in recipe_type.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            for key, leaf in fields_by_key(field.annotation):
+        sections = sections_of(field.annotation)
+        for section in sections:
+            for key, leaf in fields_by_key(section):
                 yield f"{name}.{key}", leaf
-        else:
+        if not sections:
             yield name, field
+
+
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a field holds: one, or the forms of a union; [] for a plain value."""
+    forms = get_args(annotation) or (annotation,)
+    return [form for form in forms if isinstance(form, type) and issubclass(form, BaseModel)]
 
 
 def apply_override(values: dict[Any, Any], override: str, recipe_type: type[BaseModel]) -> str:
@@ -82,10 +92,19 @@ def describe_errors(
         file: the recipe's path.
         overridden: dotted keys set on the command line; errors in them name the command line.
     """
-    keys = [key for key, _ in fields_by_key(recipe_type)]
     lines = []
     for detail in error.errors(include_url=False)[:_MAX_ERRORS]:
-        key = ".".join(str(part) for part in detail["loc"])
+        parts = [str(part) for part in detail["loc"]]
+        keys = [key for key, _ in fields_by_key(recipe_type)]
+        if (
+            len(parts) > 1
+            and len(forms := sections_of(recipe_type.model_fields[parts[0]].annotation)) > 1
+        ):
+            form = parts.pop(1)  # the value of `method`, which pydantic puts into the place
+            own = [f for f in forms if f.model_fields["method"].default == form]
+            others = [key for key in keys if not key.startswith(f"{parts[0]}.")]
+            keys = others + [f"{parts[0]}.{key}" for f in own for key, _ in fields_by_key(f)]
+        key = ".".join(parts)
         origin = f"recipe {file}"
         if any(key == name or key.startswith(f"{name}.") for name in overridden):
             origin = "command line"
@@ -102,6 +121,10 @@ def _describe(detail: ErrorDetails, key: str, keys: list[str]) -> str:
     kind = detail["type"]
     if kind == "extra_forbidden":
         return f"unknown key {key!r}; {suggest(key, keys)}"
+    if kind == "union_tag_invalid":
+        context = detail.get("ctx", {})
+        given = detail["input"].get("method") if isinstance(detail["input"], dict) else None
+        return f"{key}.method: {given!r} is not valid; expected {context['expected_tags']}"
     if kind == "missing":
         return f"{key} is missing; it has no default"
     message = (

@@ -8,28 +8,25 @@ published method, or the safe choice.
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
+from recipes.drafter_sections import DrafterSection, Eagle3Section
 from recipes.errors import UserError
 from recipes.keys import apply_override, describe_errors
+from recipes.section import (
+    Count,
+    CountOrZero,
+    Dtype,
+    NotNegative,
+    Positive,
+    Section,
+    Share,
+    TopP,
+)
 from recipes.yaml_text import dump_yaml, parse_yaml
-
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-TopP = Annotated[float, Field(gt=0, le=1)]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys, wrong types, NaN and later changes are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class TargetSection(Section):
@@ -158,61 +155,6 @@ class DataSection(Section):
         return self
 
 
-class DrafterSection(Section):
-    """The architecture that is trained. Sizes that are null are the target's."""
-
-    method: Literal["eagle3"] = Field(default="eagle3", description="architecture")
-    num_layers: Count = Field(default=1, description="decoder layers, as EAGLE-3")
-    draft_vocab_size: Count | None = Field(
-        default=32000,
-        description="tokens the head knows, the most frequent ones; 32000 as EAGLE-3; null = all",
-    )
-    aux_layers: list[CountOrZero] | None = Field(
-        default=None,
-        min_length=1,
-        description="captured states: k = residual stream after k decoder layers; null = "
-        "[2, n//2, n-3] for n layers, as EAGLE-3",
-    )
-    init: Literal["random", "target"] = Field(
-        default="random", description="layer and fc: random as EAGLE-3, or from target (warm start)"
-    )
-    head_init: Literal["target", "random"] = Field(
-        default="target", description="head rows: the target's, which saves steps, or random"
-    )
-    train_head: bool = Field(default=True, description="train the head, as EAGLE-3, or freeze it")
-    norm_before_residual: bool = Field(
-        default=False, description="the residual carries the normed state; EAGLE-3: as it is"
-    )
-    norm_before_fc: bool = Field(
-        default=False, description="one norm over the joined states before fc (EAGLE-3.1 switch)"
-    )
-    fc_norm: bool = Field(
-        default=False, description="one norm a captured state before fc (EAGLE-3.1 switch)"
-    )
-    norm_output: bool = Field(
-        default=False, description="the next step reads the normed output (EAGLE-3.1 switch)"
-    )
-    hidden_size: Count | None = Field(default=None, description="width of the layer")
-    intermediate_size: Count | None = Field(default=None, description="width of the MLP")
-    num_attention_heads: Count | None = Field(default=None, description="query heads")
-    num_key_value_heads: Count | None = Field(default=None, description="key and value heads")
-
-    @model_validator(mode="after")
-    def _check_fit(self) -> Self:
-        if self.head_init == "random" and not self.train_head:
-            raise ValueError("train_head: false with head_init: random is a head that never learns")
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm both norm what enters fc; choose one")
-        if self.aux_layers is not None and len(set(self.aux_layers)) < len(self.aux_layers):
-            raise ValueError(f"aux_layers holds a layer twice: {self.aux_layers}")
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if heads and kv_heads and heads % kv_heads:
-            raise ValueError(f"num_attention_heads={heads} is no multiple of {kv_heads} kv heads")
-        if heads and self.hidden_size and self.hidden_size % heads:
-            raise ValueError(f"hidden_size={self.hidden_size} is no multiple of {heads} heads")
-        return self
-
-
 class LossSection(Section):
     """What is minimised, over supervised positions only."""
 
@@ -272,6 +214,13 @@ class TrainSection(Section):
         return betas
 
 
+def _once(values: list[Any], what: str) -> list[Any]:
+    twice = [value for value in dict.fromkeys(values) if values.count(value) > 1]
+    if twice:
+        raise ValueError(f"{what} stands twice: {', '.join(map(str, twice))}; name each once")
+    return values
+
+
 class EvalSection(Section):
     """Speculative decoding of the exported drafter, beside the target alone."""
 
@@ -280,17 +229,35 @@ class EvalSection(Section):
         min_length=1,
         description="mt_bench, humaneval, gsm8k, heldout or a .jsonl file; NAME:N = the first N",
     )
+    turns: Literal["first", "all"] = Field(
+        default="all", description="user turns answered of each prompt; mt_bench has two"
+    )
     temperatures: list[NotNegative] = Field(
         default=[0.0, 1.0], min_length=1, description="one result each; 0 = greedy"
     )
     top_p: TopP = Field(default=1.0, description="nucleus of target and drafter alike; 1 = off")
     top_k: CountOrZero = Field(default=0, description="tokens kept, both alike; 0 = off")
+    min_p: float = Field(
+        default=0.0, ge=0, lt=1, description="tokens below this share of the likeliest go; 0 = off"
+    )
+    repetition_penalty: Positive = Field(
+        default=1.0, description="of tokens in the text so far, both alike; 1 = off"
+    )
     draft_sampling: Literal["greedy", "sampled"] = Field(
         default="greedy", description="how drafts are drawn at temperature > 0"
+    )
+    verification: Literal["token", "block"] = Field(
+        default="token", description="rule that accepts; both are exact, block accepts no less"
     )
     num_draft_tokens: Count = Field(default=4, description="tokens proposed a round")
     max_new_tokens: Count = Field(default=128, description="tokens an answer, at most")
     batch_size: Count = Field(default=1, description="prompts side by side; 1 = latency")
+    repeats: Count = Field(
+        default=1, description="timed runs of each prompt; from 2 on the middle one counts"
+    )
+    oracle: bool = Field(
+        default=False, description="at temperature 0 also time a perfect drafter at this one's cost"
+    )
     seed: int = Field(default=0, description="of the sampling")
     drafters: list[Literal["drafter", "lookup", "lookup+drafter"]] = Field(
         default=["drafter", "lookup", "lookup+drafter"],
@@ -309,7 +276,17 @@ class EvalSection(Section):
         for task in tasks:
             if not re.fullmatch(r"[^:]+(:[1-9][0-9]*)?", task):
                 raise ValueError(f"{task!r} is no task; write NAME or NAME:N with N >= 1")
-        return tasks
+        return _once(tasks, "a task")
+
+    @field_validator("temperatures")
+    @classmethod
+    def _check_temperatures(cls, temperatures: list[float]) -> list[float]:
+        return _once(temperatures, "a temperature")
+
+    @field_validator("drafters")
+    @classmethod
+    def _check_drafters(cls, drafters: list[str]) -> list[str]:
+        return _once(drafters, "a drafter")
 
     @model_validator(mode="after")
     def _check_fit(self) -> Self:
@@ -349,12 +326,20 @@ class Recipe(Section):
     )
     target: TargetSection
     data: DataSection
-    drafter: DrafterSection = DrafterSection()
+    drafter: DrafterSection = Field(default=Eagle3Section(), discriminator="method")
     loss: LossSection = LossSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
     export: ExportSection = ExportSection()
     log: LogSection = LogSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_method(cls, values: Any) -> Any:
+        """A drafter without `method` is an EAGLE-3."""
+        if isinstance(values, dict) and isinstance(values.get("drafter"), dict):
+            return values | {"drafter": {"method": "eagle3"} | values["drafter"]}
+        return values
 
     @property
     def run_dir(self) -> Path:

@@ -8,9 +8,11 @@ import torch
 from data.batch import Batch, Row, collate
 from data.target import Target
 from data.vocab import DraftVocab
-from drafters.build import build_eagle3
-from recipes.schema import DrafterSection, LossSection, TargetSection
-from train.distiller import Distiller, count_pairs, supervised_pairs
+from drafters.anchors import supervised_anchors
+from drafters.methods import build_drafter
+from recipes.drafter_sections import Eagle3Section
+from recipes.schema import LossSection, TargetSection
+from train.distiller import Distiller, count_slots
 from train.loop import tau_of, with_states
 
 
@@ -24,7 +26,7 @@ VOCAB = DraftVocab(torch.arange(0, 264, 2), 264)  # every other token
 
 def make_distiller(target: Target, **loss: object) -> Distiller:
     torch.manual_seed(0)
-    drafter = build_eagle3(DrafterSection(draft_vocab_size=132), target, (2, 4, 5), VOCAB, seed=0)
+    drafter = build_drafter(Eagle3Section(draft_vocab_size=132), target, (2, 4, 5), VOCAB, seed=0)
     section = LossSection(**{"num_steps": 3, "renormalize": False, **loss})
     distiller = Distiller(drafter, section, VOCAB)
     distiller.use_target(target)
@@ -43,10 +45,10 @@ def make_rows(lengths: list[int], start: int) -> list[Row]:
 
 
 def test_p06_shift_moves_the_mask_with_the_labels() -> None:
-    # Prompt 0..3, assistant 4..7: row t holds token t+1 and its label is token t+2.
+    # Prompt 0..3, assistant 4..7: anchor s is a committed token, its first guess is token s+1.
     mask = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]], dtype=torch.bool)
-    steps = [pairs.tolist() for pairs in supervised_pairs(mask, 4)]
-    assert steps == [[3, 4, 5], [3, 4], [3], []]
+    steps = [pairs.tolist() for pairs in supervised_anchors(mask, 4)]
+    assert steps == [[4, 5, 6], [4, 5], [4], []]
 
 
 def test_p06_gradient_reaches_exactly_the_rows_that_count(target: Target) -> None:
@@ -65,7 +67,7 @@ def test_p06_gradient_reaches_exactly_the_rows_that_count(target: Target) -> Non
 def test_rollout_must_not_cross_an_unsupervised_gap() -> None:
     # Two answers with one token between them: no pair may span the gap.
     mask = torch.tensor([[0, 1, 1, 1, 0, 1, 1, 1]], dtype=torch.bool)
-    assert [p.tolist() for p in supervised_pairs(mask, 3)] == [[0, 1, 4, 5], [0, 4], []]
+    assert [p.tolist() for p in supervised_anchors(mask, 3)] == [[1, 2, 5, 6], [1, 5], []]
 
 
 def test_padding_and_row_order_change_nothing(target: Target) -> None:
@@ -130,7 +132,7 @@ def test_p53_one_batch_equals_its_micro_batches(target: Target, name: str) -> No
     def gradients(parts: list[list[Row]]) -> dict[str, torch.Tensor]:
         distiller = make_distiller(target, name=name)
         batches: list[Batch] = [with_states(target, collate(p), (2, 4, 5)) for p in parts]
-        total = sum(count_pairs(b.mask_BS) for b in batches)
+        total = sum(count_slots(b) for b in batches)
         for batch in batches:
             (distiller(batch)[0] / total).backward()
         return {n: p.grad for n, p in distiller.named_parameters() if p.grad is not None}
@@ -157,8 +159,8 @@ def test_p60_the_target_is_never_trained(target: Target) -> None:
 
 
 def test_warm_start_is_the_targets_last_layer(target: Target) -> None:
-    section = DrafterSection(draft_vocab_size=132, init="target")
-    drafter = build_eagle3(section, target, (2, 4, 5), VOCAB, seed=0)
+    section = Eagle3Section(draft_vocab_size=132, init="target")
+    drafter = build_drafter(section, target, (2, 4, 5), VOCAB, seed=0)
     last, first = target.decoder.layers[-1], drafter.layers[0]
     assert torch.equal(first.self_attn.q_proj.weight[:, 64:], last.self_attn.q_proj.weight)
     assert torch.equal(first.mlp.down_proj.weight, last.mlp.down_proj.weight)

@@ -35,7 +35,7 @@ def test_script_exports_once_and_says_how_to_serve(tmp_path, export):
     code, out, _ = export(run)
     first, serve = out.splitlines()
     assert code == 0 and "bfloat16 weights" in first  # auto = the target's
-    assert serve == serve_command(run / "export", TARGET, 3)
+    assert serve == serve_command(run / "export", TARGET, {"method": "eagle3"}, 3)
     assert load(run / "export").fc.weight.dtype == torch.bfloat16
     assert load_origin(run / "export") == (TARGET, ORIGIN)
 

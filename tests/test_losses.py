@@ -29,7 +29,7 @@ def chunked(name, case, options=OPTIONS, weights_N=None, chunk_size=CHUNK):
     hidden_NH, weight_DH, p_ND, labels_N = case
     hidden_NH = hidden_NH.clone().requires_grad_()
     weight_DH = weight_DH.clone().requires_grad_()
-    loss, stats = linear_loss(
+    loss, stats, _ = linear_loss(
         hidden_NH,
         weight_DH,
         lambda rows: (p_ND[rows], labels_N[rows]),
@@ -139,7 +139,7 @@ def test_gradcheck(name):
 def test_frozen_head_gets_no_gradient():
     hidden_NH, weight_DH, p_ND, labels_N = make_case()
     hidden_NH.requires_grad_()
-    loss, _ = linear_loss(
+    loss, _, _ = linear_loss(
         hidden_NH, weight_DH, lambda rows: (p_ND[rows], labels_N[rows]), kl, OPTIONS, CHUNK
     )
     loss.backward()
@@ -151,7 +151,7 @@ def test_frozen_head_gets_no_gradient():
 def test_without_gradients_the_sums_are_the_same():
     hidden_NH, weight_DH, p_ND, labels_N = make_case()
     with torch.no_grad():
-        loss, stats = linear_loss(
+        loss, stats, _ = linear_loss(
             hidden_NH, weight_DH, lambda rows: (p_ND[rows], labels_N[rows]), kl, OPTIONS, CHUNK
         )
     assert not loss.requires_grad
@@ -249,7 +249,7 @@ def test_p58_logits_of_more_than_one_chunk_never_exist(name):
         return (target_NH[rows] @ target_head_DH.T).softmax(1), labels_N[rows]
 
     with LargestTensor() as chunks:
-        loss, _ = linear_loss(hidden_NH, weight_DH, teacher, LOSSES[name], OPTIONS, chunk_size)
+        loss, _, _ = linear_loss(hidden_NH, weight_DH, teacher, LOSSES[name], OPTIONS, chunk_size)
         loss.backward()
     assert chunks.numel == chunk_size * vocab  # 64,000 and not 1,024,000
     with LargestTensor() as whole:

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 from data import embedded
 from data.embedded import byte_tokenizer
 from data.target import Target, resolve_device, resolve_dtype, revision_of
+from recipes.drafter_sections import Eagle3Section
 from recipes.errors import UserError
 from recipes.schema import TargetSection
 from tests.tiny_targets import KINDS, tiny_model, tiny_target
@@ -111,15 +112,15 @@ def test_bf16_gives_fp32_logits():
 
 @pytest.mark.parametrize("num_layers", [2, 4, 5, 6])
 def test_p40_shallow_target_has_no_default_layers(num_layers):
-    target = tiny_target(num_hidden_layers=num_layers)
     with pytest.raises(UserError, match=rf"{num_layers} layers.*drafter.aux_layers"):
-        target.default_aux_layers()
+        Eagle3Section().default_aux_layers(num_layers)
+    target = tiny_target(num_hidden_layers=num_layers)
     assert target.forward(IDS, aux_layers=(0, 1, 2)).aux_BSF.shape[-1] == 3 * 32
 
 
 @pytest.mark.parametrize(("num_layers", "layers"), [(7, (2, 3, 4)), (8, (2, 4, 5))])
 def test_p40_default_layers_are_distinct(num_layers, layers):
-    assert tiny_target(num_hidden_layers=num_layers).default_aux_layers() == layers
+    assert Eagle3Section().default_aux_layers(num_layers) == layers
 
 
 def test_target_that_cannot_be_rolled_back_is_refused():

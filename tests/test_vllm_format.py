@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from data.vocab import build_draft_vocab
 from drafters.eagle3 import Eagle3, Eagle3Config
+from drafters.vllm_config import TENSORS
 from drafters.vllm_format import (
-    TENSORS,
     TargetInfo,
     load,
     load_info,
@@ -175,7 +175,7 @@ def test_origin_is_kept(tmp_path):
     card = (folder / "README.md").read_text()
     assert "org/tiny, revision abc123" in card
     assert "12,345 supervised tokens" in card
-    assert serve_command(folder, TARGET, 3) in card
+    assert serve_command(folder, TARGET, {"method": "eagle3"}, 3) in card
 
 
 def test_origin_without_a_key_names_it(tmp_path):
@@ -188,7 +188,7 @@ def test_origin_without_a_key_names_it(tmp_path):
 
 
 def test_serve_line_survives_a_shell():
-    line = serve_command("my exports/run 1", TARGET, 4)
+    line = serve_command("my exports/run 1", TARGET, {"method": "eagle3"}, 4)
     words = shlex.split(line)
     assert words[:4] == ["vllm", "serve", "org/tiny", "--speculative-config"]
     assert json.loads(words[4]) == {

@@ -117,7 +117,7 @@ def test_each_missing_key_is_named(tmp_path, form):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "neither a plain EAGLE-3 config"),
+        ({"architectures": ["LlamaForCausalLM"]}, "no drafter that is known here"),
         ({"hidden_size": "wide"}, "hidden_size: Input should be a valid integer"),
         ({"hidden_size": 0}, "hidden_size is 0"),
         ({"num_hidden_layers": "1"}, "num_hidden_layers is '1'"),

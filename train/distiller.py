@@ -1,38 +1,22 @@
 """One drafter, one target, one loss: what a training step computes, with its sums.
 
-Dimension letters: B rows, S positions, N supervised (position, step) pairs, D draft vocabulary,
-H width, G rollout steps.
+Dimension letters: B rows, S positions, N supervised slots, C slots of a chunk, U distinct positions
+of one, D draft vocabulary, W width of what the head reads, G depths.
 
-The drafter's rollout gives a head input for every row and step. Row t of step k predicts token
-t+2+k from the target's distribution at position t+1+k; it is supervised when tokens t+1 .. t+2+k
-all belong to the assistant. (Row t of step 0 therefore starts at the first token of an answer that
-a drafter can ever be asked for: the one before it comes from the target's prefill.)
+The drafter gives a head input for every supervised slot (drafters.base.Slots): anchor s and depth k
+guess token s+1+k, whose distribution the target gives at position s+k.
 """
 
 import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
-from data.target import Target
+from data.target import HeadRows, Target
 from data.vocab import DraftVocab
-from drafters.eagle3 import Eagle3
+from drafters.anchors import anchors_of
+from drafters.base import TrainedDrafter
 from recipes.schema import LossSection
-from train.losses import LOSSES, LossOptions, linear_loss
-
-
-def supervised_pairs(mask_BS: Tensor, num_steps: int) -> list[Tensor]:
-    """For each rollout step k the flat row indices b * S + t that are supervised (int64)."""
-    S = mask_BS.shape[1]
-    valid_BS = torch.zeros_like(mask_BS)
-    valid_BS[:, : S - 1] = mask_BS[:, 1:]
-    pairs = []
-    for k in range(num_steps):
-        shifted_BS = torch.zeros_like(mask_BS)
-        if k + 2 < S:
-            shifted_BS[:, : S - 2 - k] = mask_BS[:, 2 + k :]
-        valid_BS = valid_BS & shifted_BS
-        pairs.append(valid_BS.flatten().nonzero()[:, 0])
-    return pairs
+from train.losses import LOSSES, LossOptions, Teacher, linear_loss
 
 
 class Distiller(nn.Module):
@@ -41,7 +25,7 @@ class Distiller(nn.Module):
     The target stays outside (it is not a submodule): nothing of it is trained, moved or saved.
     """
 
-    def __init__(self, drafter: Eagle3, loss: LossSection, vocab: DraftVocab) -> None:
+    def __init__(self, drafter: TrainedDrafter, loss: LossSection, vocab: DraftVocab) -> None:
         super().__init__()
         self.drafter = drafter
         self.loss = loss
@@ -50,78 +34,80 @@ class Distiller(nn.Module):
         )
         self.register_buffer("draft_ids_V", vocab.draft_ids_V, persistent=False)
         self._target: list[Target] = []
+        self._head_rows: HeadRows | None = None
 
     def use_target(self, target: Target) -> None:
         """Lend the frozen target: its embedding to the drafter, its head to the loss."""
-        self.drafter.use_embeddings(target.embed_weight_VH)
+        self.drafter.use_target(target)
         self._target = [target]
-        self._head_rows = target.head_rows(self.drafter.draft_ids_D)
+        ids_D = self.drafter.draft_ids_D
+        whole = len(ids_D) == target.vocab_size  # then a copy of the head would be waste
+        self._head_rows = None if whole else target.head_rows(ids_D)
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum over supervised pairs of step_decay^k * loss, and sums [G] of what is reported.
+        """Sum over supervised slots of step_decay^k * loss, and sums [G] of what is reported.
 
-        The batch carries states (see data.batch). Divide the loss by the number of pairs of step 0
-        of the whole optimizer step, see `count_pairs`.
+        The batch carries states (see data.batch). Divide the loss by the number of slots of depth
+        0 of the whole optimizer step, see `count_slots`.
         """
-        assert batch.aux_BSF is not None, "states are attached before the step"
-        steps = self.loss.num_steps
-        ids_BS = batch.ids_BS
-        pairs = supervised_pairs(batch.mask_BS, steps)
-        heads = self.drafter.rollout(ids_BS, batch.aux_BSF, steps)
-        groups_N = torch.cat([torch.full_like(p, k) for k, p in enumerate(pairs)])
-        # Pairs are ordered by the target position they learn from, so that each chunk asks for few
-        # distinct target distributions.
-        position_N = torch.cat(pairs) + 1 + groups_N
-        hidden_NH = torch.cat([h.flatten(0, 1)[p] for h, p in zip(heads, pairs, strict=True)])
-        position_N, order_N = position_N.sort(stable=True)
-        hidden_NH, groups_N = hidden_NH[order_N], groups_N[order_N]
-        labels_N = self.get_buffer("draft_ids_V")[ids_BS.flatten()[position_N + 1]]
+        num_depths = self.loss.num_steps
+        slots = self.drafter.slots(batch, num_depths)
+        # In the order of the target positions that they learn from, so that each chunk asks for
+        # few distinct target distributions.
+        position_N, order_N = (slots.anchor_N + slots.depth_N).sort(stable=True)
+        head_NW, depth_N = slots.head_NW[order_N], slots.depth_N[order_N]
+        labels_N = self.get_buffer("draft_ids_V")[batch.ids_BS.flatten()[position_N + 1]]
         if self.options.renormalize:
-            hidden_NH, position_N, groups_N, labels_N = self._inside(
-                batch, hidden_NH, position_N, groups_N, labels_N
+            keep_N = self._inside(batch, position_N)
+            head_NW, depth_N = head_NW[keep_N], depth_N[keep_N]
+            position_N, labels_N, order_N = position_N[keep_N], labels_N[keep_N], order_N[keep_N]
+        weights_N = self.loss.step_decay ** depth_N.to(head_NW.dtype)
+        alpha_N = torch.zeros(len(slots.anchor_N), device=head_NW.device)
+
+        heads = self.drafter.head_weights()
+        parts: list[slice | Tensor] = [slice(None)]
+        if len(heads) > 1:
+            parts = [depth_N == k for k in range(len(heads))]
+        loss, stats = head_NW.new_zeros(()), dict[str, Tensor]()
+        for head_DW, part_N in zip(heads, parts, strict=True):
+            part_loss, part_stats, part_alpha_N = linear_loss(
+                head_NW[part_N],
+                head_DW,
+                self._teacher(batch, position_N[part_N], labels_N[part_N]),
+                LOSSES[self.loss.name],
+                self.options,
+                self.loss.chunk_size,
+                weights_N[part_N],
+                depth_N[part_N],
+                num_depths,
             )
-        weights_N = self.loss.step_decay ** groups_N.to(hidden_NH.dtype)
+            loss = loss + part_loss
+            stats = {k: stats.get(k, 0) + v for k, v in part_stats.items()}
+            alpha_N[order_N[part_N]] = part_alpha_N
+        extra = self.drafter.extra_loss(slots, alpha_N)
+        return (loss if extra is None else loss + extra), stats
 
-        def teacher(rows: slice) -> tuple[Tensor, Tensor]:
-            return self._teacher(batch, position_N[rows]), labels_N[rows]
-
-        return linear_loss(
-            hidden_NH,
-            self.drafter.lm_head.weight,
-            teacher,
-            LOSSES[self.loss.name],
-            self.options,
-            self.loss.chunk_size,
-            weights_N,
-            groups_N,
-            steps,
-        )
-
-    def _teacher(self, batch: Batch, position_C: Tensor) -> Tensor:
+    def _teacher(self, batch: Batch, position_N: Tensor, labels_N: Tensor) -> Teacher:
         """The target's probabilities of the draft vocabulary (missing mass kept) at positions."""
         assert batch.hidden_BSH is not None and batch.lse_BS is not None
-        target = self._target[0]
-        unique_U, inverse_C = position_C.unique_consecutive(return_inverse=True)
-        hidden_UH = batch.hidden_BSH.flatten(0, 1)[unique_U].to(target.dtype)
-        logits_UD = target.logits(hidden_UH, self._head_rows)
-        lse_U1 = batch.lse_BS.flatten()[unique_U][:, None]
-        return (logits_UD - lse_U1).exp_()[inverse_C]
+        target, hidden_BSH, lse_BS = self._target[0], batch.hidden_BSH, batch.lse_BS
 
-    def _inside(
-        self,
-        batch: Batch,
-        hidden_NH: Tensor,
-        position_N: Tensor,
-        groups_N: Tensor,
-        labels_N: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        def teacher(rows: slice) -> tuple[Tensor, Tensor]:
+            unique_U, inverse_C = position_N[rows].unique_consecutive(return_inverse=True)
+            hidden_UH = hidden_BSH.flatten(0, 1)[unique_U].to(target.dtype)
+            logits_UD = target.logits(hidden_UH, self._head_rows)
+            lse_U1 = lse_BS.flatten()[unique_U][:, None]
+            return (logits_UD - lse_U1).exp_()[inverse_C], labels_N[rows]
+
+        return teacher
+
+    def _inside(self, batch: Batch, position_N: Tensor) -> Tensor:
         """EAGLE-3 leaves out positions whose most likely token the drafter cannot propose."""
         assert batch.argmax_BS is not None
         argmax_N = batch.argmax_BS.flatten()[position_N].long()
-        keep_N = self.get_buffer("draft_ids_V")[argmax_N] >= 0
-        return hidden_NH[keep_N], position_N[keep_N], groups_N[keep_N], labels_N[keep_N]
+        return self.get_buffer("draft_ids_V")[argmax_N] >= 0
 
 
-def count_pairs(mask_BS: Tensor) -> int:
-    """Supervised pairs of step 0: the denominator of the loss."""
-    return len(supervised_pairs(mask_BS, 1)[0])
+def count_slots(batch: Batch) -> int:
+    """Supervised slots of depth 0, one an anchor: the denominator of the loss."""
+    return len(anchors_of(batch))

@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.files import read_json
 from data.target import DTYPES
 from drafters import vllm_format
+from drafters.methods import METHODS
 from recipes.errors import UserError
 
 EXAMPLES = """examples:
@@ -59,6 +60,7 @@ def main() -> None:
     if out.resolve() in {(args.run / name).resolve() for name in ("drafter", "drafter-best")}:
         raise UserError(f"{out}: holds the trained weights themselves; name another folder")
     target, origin = vllm_format.load_origin(source)
+    names = METHODS[vllm_format.load_info(source)["method"]].form
     wanted = origin.recipe["export"]
     form, dtype = args.format or wanted["format"], args.dtype or wanted["dtype"]
     dtype = target.dtype if dtype == "auto" else dtype
@@ -69,8 +71,9 @@ def main() -> None:
         vllm_format.save(drafter, out, form, DTYPES[dtype], target, origin)
         num_params = sum(parameter.numel() for parameter in drafter.parameters())
         size = (out / vllm_format.WEIGHTS).stat().st_size
-        print(f"{out}: EAGLE-3, {form} form, {num_params:,} {dtype} weights, {size / 1e6:.1f} MB")
-    print(vllm_format.serve_command(out, target, origin.num_draft_tokens))
+        sizes = f"{num_params:,} {dtype} weights, {size / 1e6:.1f} MB"
+        print(f"{out}: {names.title}, {form} form, {sizes}")
+    print(vllm_format.serve_command(out, target, names.engine, origin.num_draft_tokens))
 
 
 if __name__ == "__main__":

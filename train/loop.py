@@ -3,7 +3,7 @@
 Dimension letters: G rollout steps.
 
 Sums travel, means do not: the loss of an optimizer step is one sum over all its micro-batches and
-ranks, divided once by the number of supervised pairs in all of them.
+ranks, divided once by the number of supervised slots in all of them.
 """
 
 import logging
@@ -20,16 +20,17 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from data.batch import Batch, Row, make_batch, plan_batches, shard
+from data.files import stable_hash
 from data.hidden_states import summaries
 from data.pipeline import Prepared
 from data.target import Target
-from drafters.base import Sampling
-from drafters.eagle3 import Eagle3
+from drafters.anchors import choose_anchors
+from drafters.base import Sampling, TrainedDrafter
 from eval.decode import DecodeSettings, decode
 from recipes.errors import UserError
 from recipes.schema import Recipe
 from train import checkpoint
-from train.distiller import Distiller, count_pairs
+from train.distiller import Distiller, count_slots
 from train.log import MetricsLog
 from train.optim import build_optimizer, clip, lr_factor, set_lr
 from train.weights import save_drafter
@@ -112,7 +113,7 @@ def train(
     accelerator: Accelerator,
     target: Target,
     prepared: Prepared,
-    drafter: Eagle3,
+    drafter: TrainedDrafter,
     resume: bool,
 ) -> checkpoint.Progress:
     """Train `drafter` in place: checkpoints in RUN/checkpoints, numbers in metrics.jsonl."""
@@ -145,14 +146,20 @@ def train(
             while done.index < len(plan):
                 window = plan[done.index : done.index + section.gradient_accumulation]
                 done.index += len(window)
-                yield [load(indices) for indices in window]
+                yield [load(indices, done.index) for indices in window]
             done.epoch, done.index = done.epoch + 1, 0
 
-    def load(indices: list[int]) -> Batch:
+    def load(indices: list[int], place: int) -> Batch:
         chosen = [rows[i] for i in indices] or [rows[0]]
         if prepared.store is not None:
             chosen = [replace(row, states=prepared.store.get(row.id)) for row in chosen]
         batch = make_batch(chosen, range(len(indices)), target.pad_id)
+        # Random choices follow from seed, epoch and rows alone, so that a resumed run repeats them.
+        key = [section.seed, done.epoch, place, batch.row_ids]
+        batch = replace(batch, seed=int(stable_hash(key)[:8], 16))
+        batch = replace(
+            batch, anchors_A=choose_anchors(batch.mask_BS, drafter.num_anchors, batch.seed)
+        )
         return with_states(target, batch, drafter.aux_layers)
 
     sums: dict[str, Tensor] = {}
@@ -179,8 +186,8 @@ def train(
                     place, num_steps, section.warmup_ratio * num_steps, section.min_lr_ratio
                 )
                 set_lr(optimizer, lr)
-                num_pairs = sum(count_pairs(batch.mask_BS) for batch in batches)
-                total = _sum_over_ranks(accelerator, num_pairs)
+                num_slots = sum(count_slots(batch) for batch in batches)
+                total = _sum_over_ranks(accelerator, num_slots)
                 for i, batch in enumerate(batches):
                     with accelerator.no_sync(model) if i + 1 < len(batches) else nullcontext():
                         loss, stats = model(batch)

@@ -126,7 +126,7 @@ def linear_loss(
     weights_N: Tensor | None = None,
     groups_N: Tensor | None = None,
     num_groups: int = 1,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Sum of a loss over positions, with the drafter's head applied chunk by chunk.
 
     Logits, probabilities and their gradients exist for one chunk of positions at a time; both
@@ -151,6 +151,7 @@ def linear_loss(
         stats: detached fp64 [num_groups], sums over positions: num_positions; loss_sum (without
             weights); alpha_sum, of sum_v min(p, q) with the un-renormalised p; num_top1, positions
             where argmax q is the label.
+        alpha_N: detached fp32, sum_v min(p, q) of every position.
 
     The matrix products run in autocast's dtype where autocast is on, else in the wider dtype of
     hidden and weight.
@@ -174,8 +175,8 @@ def linear_loss(
         hidden_grad=grad and hidden_NH.requires_grad,
         weight_grad=grad and weight_DH.requires_grad,
     )
-    loss_sum, stats = _LinearLoss.apply(hidden_NH, weight_DH, work)
-    return loss_sum, dict(zip(STATS, stats.unbind(), strict=True))
+    loss_sum, stats, alpha_N = _LinearLoss.apply(hidden_NH, weight_DH, work)
+    return loss_sum, dict(zip(STATS, stats.unbind(), strict=True)), alpha_N
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +199,9 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_DH: Tensor, work: _Work
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         num_positions = hidden_NH.shape[0]
+        alpha_N = hidden_NH.new_zeros(num_positions, dtype=torch.float32)
         loss_dtype = torch.promote_types(work.matmul_dtype, torch.float32)
         head_DH = weight_DH.to(work.matmul_dtype)
         d_hidden_NH = torch.zeros_like(hidden_NH) if work.hidden_grad else None
@@ -214,6 +216,7 @@ class _LinearLoss(torch.autograd.Function):
                 logits_CD = (inputs_CH @ head_DH.T).to(loss_dtype)
                 d_logits_CD, loss, sums_4C = _chunk(work, rows, logits_CD)
                 loss_sum += loss
+                alpha_N[rows] = sums_4C[2].float()
                 if work.groups_N is None:
                     stats[:, 0] += sums_4C.sum(dim=1)
                 else:
@@ -226,13 +229,13 @@ class _LinearLoss(torch.autograd.Function):
         ctx.save_for_backward(
             d_hidden_NH, None if d_weight_DH is None else d_weight_DH.to(weight_DH.dtype)
         )
-        ctx.mark_non_differentiable(stats)
-        return loss_sum.to(loss_dtype), stats
+        ctx.mark_non_differentiable(stats, alpha_N)
+        return loss_sum.to(loss_dtype), stats, alpha_N
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, d_loss: Tensor, _d_stats: Tensor
+        ctx: Any, d_loss: Tensor, _d_stats: Tensor, _d_alpha_N: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None]:
         d_hidden_NH, d_weight_DH = ctx.saved_tensors
         return (

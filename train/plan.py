@@ -6,14 +6,11 @@ Dimension letters: C positions of a chunk, D draft vocabulary.
 import math
 import os
 
-import torch
-
 from data.embedded import config_of
 from data.estimate import estimate_data
 from data.files import read_json
 from data.pipeline import data_dir
-from drafters.build import eagle3_config
-from drafters.eagle3 import Eagle3
+from drafters.methods import build_on_meta
 from recipes.errors import UserError
 from recipes.schema import Recipe, dump_recipe
 
@@ -34,14 +31,12 @@ def describe(recipe: Recipe) -> str:
 def _sizes(recipe: Recipe) -> str:
     fields = config_of(recipe.target.model, recipe.target.revision)
     n, hidden, vocab = (int(fields[k]) for k in ("num_hidden_layers", "hidden_size", "vocab_size"))
-    aux = tuple(recipe.drafter.aux_layers or (2, n // 2, n - 3))
+    aux = tuple(recipe.drafter.aux_layers or recipe.drafter.default_aux_layers(n))
     D = recipe.drafter.draft_vocab_size or vocab
-    with torch.device("meta"):
-        drafter = Eagle3(eagle3_config(recipe.drafter, fields, aux, D))
+    drafter = build_on_meta(recipe.drafter, fields, aux, D)
     counts = {name: p.numel() for name, p in drafter.named_parameters()}
-    head = counts["lm_head.weight"]
-    total, trained = sum(counts.values()), sum(counts.values())
-    trained -= 0 if recipe.drafter.train_head else head
+    total, head = sum(counts.values()), counts.get("lm_head.weight", 0)
+    trained = total - (0 if recipe.drafter.train_head else head)
     target = _target_parameters(fields)
     section, world = recipe.train, int(os.environ.get("WORLD_SIZE", "1"))
     report = data_dir(recipe) / "report.json"

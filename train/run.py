@@ -14,7 +14,7 @@ from data.files import read_json, write_json
 from data.pipeline import aux_layers_of, prepare
 from data.progress import log_to_stderr
 from data.target import Target
-from drafters.build import build_eagle3
+from drafters.methods import build_drafter
 from recipes.errors import UserError
 from recipes.schema import Recipe
 from train import checkpoint
@@ -106,7 +106,7 @@ def run(recipe: Recipe, resume: bool) -> Path:
     log.info("target %s in %s on %s", target.name, target.dtype, target.device)
     with accelerator.main_process_first():
         prepared = prepare(recipe, target)
-    drafter = build_eagle3(
+    drafter = build_drafter(
         recipe.drafter, target, aux_layers_of(recipe, target), prepared.vocab, recipe.train.seed
     )
     num_trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)

@@ -6,14 +6,14 @@ import torch
 
 from data.provenance import ROOT, git_state, versions
 from data.target import Target
-from drafters.eagle3 import Eagle3
+from drafters.base import TrainedDrafter
 from drafters.export_info import Origin, TargetInfo
 from drafters.vllm_format import save
 from recipes.schema import Recipe
 
 
 def save_drafter(
-    folder: Path, drafter: Eagle3, target: Target, recipe: Recipe, num_trained_tokens: int
+    folder: Path, drafter: TrainedDrafter, target: Target, recipe: Recipe, num_trained_tokens: int
 ) -> None:
     """Write RUN/drafter (the last weights) or RUN/drafter-best."""
     origin = Origin(

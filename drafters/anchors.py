@@ -1,0 +1,58 @@
+"""Which anchors and slots of a batch are trained on (geometry: drafters.base.Slots).
+
+Dimension letters: B rows, S positions, A anchors, N slots.
+"""
+
+import torch
+from torch import Tensor
+
+from data.batch import Batch
+
+
+def supervised_anchors(mask_BS: Tensor, num_depths: int) -> list[Tensor]:
+    """For each depth k the flat anchors b * S + s whose slot is supervised (int64, ascending).
+
+    Tokens s .. s + 1 + k all belong to the assistant. (An anchor is a token of an answer: the
+    first token of one comes from the target's prefill, so no drafter is ever asked for it.)
+    """
+    S = mask_BS.shape[1]
+    valid_BS = mask_BS.clone()
+    anchors = []
+    for k in range(num_depths):
+        shifted_BS = torch.zeros_like(mask_BS)
+        if k + 1 < S:
+            shifted_BS[:, : S - 1 - k] = mask_BS[:, 1 + k :]
+        valid_BS = valid_BS & shifted_BS
+        anchors.append(valid_BS.flatten().nonzero()[:, 0])
+    return anchors
+
+
+def choose_anchors(mask_BS: Tensor, num_anchors: int | None, seed: int) -> Tensor:
+    """Anchors of a step [A], flat and ascending: all, or at most `num_anchors` a row at random."""
+    all_A = supervised_anchors(mask_BS, 1)[0]
+    if num_anchors is None:
+        return all_A
+    generator = torch.Generator().manual_seed(seed)
+    rows_A = all_A // mask_BS.shape[1]
+    chosen = []
+    for b in range(mask_BS.shape[0]):
+        row_A = all_A[rows_A == b]
+        keep = torch.randperm(len(row_A), generator=generator)[:num_anchors].to(row_A.device)
+        chosen.append(row_A[keep.sort()[0]])
+    return torch.cat(chosen)
+
+
+def anchors_of(batch: Batch) -> Tensor:
+    """The anchors chosen for this batch; all, where none were chosen."""
+    if batch.anchors_A is not None:
+        return batch.anchors_A
+    return choose_anchors(batch.mask_BS, None, batch.seed)
+
+
+def supervised_slots(batch: Batch, num_depths: int) -> tuple[Tensor, Tensor]:
+    """Every supervised slot behind the batch's anchors: (anchor_N, depth_N), depth by depth."""
+    chosen_BS = torch.zeros_like(batch.mask_BS).flatten()
+    chosen_BS[anchors_of(batch)] = True
+    parts = [a[chosen_BS[a]] for a in supervised_anchors(batch.mask_BS, num_depths)]
+    depths = [torch.full_like(part, k) for k, part in enumerate(parts)]
+    return torch.cat(parts), torch.cat(depths)

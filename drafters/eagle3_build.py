@@ -1,0 +1,70 @@
+"""A fresh EAGLE-3 drafter for a target: its shape from target and recipe, its first weights.
+
+Dimension letters: D draft vocabulary, V target vocabulary, H width.
+"""
+
+from typing import Any
+
+import torch
+
+from data.target import Target
+from drafters.eagle3 import Eagle3, Eagle3Config
+from drafters.shape import layer_shape
+from recipes.drafter_sections import Eagle3Section
+from recipes.errors import UserError
+
+
+def make_config(
+    section: Eagle3Section,
+    target_config: dict[str, Any],
+    aux_layers: tuple[int, ...],
+    draft_vocab_size: int,
+) -> Eagle3Config:
+    """The drafter's shape: the recipe's values, else the target's (a transformers config dict)."""
+    return Eagle3Config(
+        **layer_shape(section, target_config),
+        draft_vocab_size=draft_vocab_size,
+        aux_layers=aux_layers,
+        norm_before_residual=section.norm_before_residual,
+        norm_before_fc=section.norm_before_fc,
+        fc_norm=section.fc_norm,
+        norm_output=section.norm_output,
+    )
+
+
+def initialize(drafter: Eagle3, section: Eagle3Section, target: Target) -> None:
+    """First weights that come from the target, over random ones; d2t is set already."""
+    if section.head_init == "target":
+        drafter.lm_head.weight.copy_(target.head_weight_VH[drafter.draft_ids_D.to(target.device)])
+        drafter.norm.weight.copy_(target.decoder.norm.weight)
+    if section.init == "target":
+        _warm_start(drafter, target)
+    drafter.lm_head.weight.requires_grad_(section.train_head)
+
+
+def _warm_start(drafter: Eagle3, target: Target) -> None:
+    """Start as the target's last layer on its last captured state.
+
+    fc passes that state through; the first layer's half for the state is the target's last layer,
+    its half for the embedding stays random; deeper layers copy the last layer as it is.
+    """
+    source = target.decoder.layers[-1].state_dict()
+    H = drafter.config.hidden_size
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, -H:].copy_(torch.eye(H))
+    for index, layer in enumerate(drafter.layers):
+        for name, parameter in layer.named_parameters():
+            first_norm = index == 0 and name in ("input_layernorm.weight", "hidden_norm.weight")
+            values = source.get("input_layernorm.weight" if first_norm else name)
+            if name == "input_layernorm.weight" and index == 0:
+                continue  # norm of the embedding: ones
+            part: torch.Tensor = parameter
+            if index == 0 and name.split(".")[1] in ("q_proj", "k_proj", "v_proj"):
+                part = parameter[:, H:]
+            if values is None or values.shape != part.shape:
+                raise UserError(
+                    f"drafter.init 'target': {name} of the drafter has shape {list(part.shape)}, "
+                    f"the target's last layer {None if values is None else list(values.shape)}; "
+                    "use init: random, or leave the drafter's sizes out"
+                )
+            part.copy_(values)

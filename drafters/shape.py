@@ -1,0 +1,60 @@
+"""Sizes of a drafter that follow from its target unless the recipe says otherwise."""
+
+from typing import Any
+
+from recipes.drafter_sections import LayeredSection
+from recipes.errors import UserError
+
+
+def layer_shape(section: LayeredSection, target_config: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that every drafter made of decoder layers takes.
+
+    Args:
+        section: the recipe's values; None = the target's.
+        target_config: `config.to_dict()` of the target's text model.
+
+    Raises:
+        UserError: sizes that do not fit together.
+    """
+    fields = target_config
+    heads = section.num_attention_heads or _int(fields["num_attention_heads"])
+    hidden = section.hidden_size or _int(fields["hidden_size"])
+    if hidden != _int(fields["hidden_size"]):
+        raise UserError(
+            f"drafter.hidden_size {hidden}: the drafter shares the target's embedding, so it must "
+            f"be {fields['hidden_size']} or left out"
+        )
+    kv_heads = section.num_key_value_heads or _int(fields.get("num_key_value_heads") or heads)
+    if heads % kv_heads:
+        raise UserError(
+            f"drafter.num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+        )
+    head_dim = _int(fields.get("head_dim") or 0)
+    if not head_dim:
+        if hidden % heads:
+            raise UserError(
+                f"hidden_size {hidden} is no multiple of {heads} heads and the target names no "
+                "head_dim; set drafter.num_attention_heads"
+            )
+        head_dim = hidden // heads
+    rope = fields.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10000.0}
+    assert isinstance(rope, dict)
+    if "rope_theta" not in rope:  # one set for each layer type: the drafter's layers are global
+        rope = rope["full_attention"]
+    return {
+        "target_hidden_size": _int(fields["hidden_size"]),
+        "hidden_size": hidden,
+        "intermediate_size": section.intermediate_size or _int(fields["intermediate_size"]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_layers": section.num_layers,
+        "vocab_size": _int(fields["vocab_size"]),
+        "rms_norm_eps": float(str(fields.get("rms_norm_eps") or 1e-6)),
+        "rope_parameters": dict(rope),
+        "max_position_embeddings": _int(fields.get("max_position_embeddings") or 2048),
+    }
+
+
+def _int(value: object) -> int:
+    return int(str(value))
