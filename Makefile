@@ -42,6 +42,7 @@ demo: $(STAMP)  ## prepare, distill, export, measure and report; what is done is
 	@echo "report: $(RUN)/report/leaderboard.html"
 
 test: $(STAMP)  ## all tests (those that need a GPU or vLLM are skipped without it)
+	$(BIN)/python tests/fetch_assets.py
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 lint: $(STAMP)  ## style, spelling

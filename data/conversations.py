@@ -103,8 +103,7 @@ def render(
         )
     check_texts(text, turns, messages)
     if turns[-1].stop == len(text) == turns[-1].end and not messages[-1].get("truncated"):
-        closing = _closing(tokenizer, messages, tools, kwargs, text, special)
-        text += closing
+        text += _closing(tokenizer, messages, tools, kwargs, text, special)
         turns[-1] = turns[-1]._replace(stop=len(text))
     answers = [m for m in messages if m["role"] == "assistant"]
     if not train_on_thinking:
@@ -316,14 +315,25 @@ def _closing(
     """The special token that the template writes behind the last answer once the talk goes on.
 
     Some templates (GLM, Apertus) end a turn only when the next begins, and the model stops there by
-    that token. Empty where the next turn brings none, or rewrites what came before.
+    that token. Empty where the next turn brings none. The answer is replaced by a marker, since
+    templates drop the thinking of an answer that is no longer the last.
     """
+    if messages[-1].get("tool_calls"):
+        return ""
+    marker = "zq0turn0qz"
+    while marker in text:
+        marker += "qz"
+    talk = [
+        *messages[:-1],
+        {"role": "assistant", "content": marker},
+        {"role": "user", "content": "-"},
+    ]
     try:
-        longer = _apply(tokenizer, [*messages, {"role": "user", "content": "-"}], tools, kwargs)
+        longer = _apply(tokenizer, talk, tools, kwargs)
     except BadRow:
         return ""
-    closing = special.match(longer, len(text)) if longer.startswith(text) else None
-    return closing.group() if closing else ""
+    closing = special.match(longer, longer.rfind(marker) + len(marker))
+    return closing.group() if closing and marker in longer else ""
 
 
 @lru_cache(maxsize=8)

@@ -147,6 +147,9 @@ SPECIAL = {
 }
 
 
+_BYTES = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+
+
 def chat_tokenizer(
     template: str | None, *, merges: bool = True, adds_bos: bool = False
 ) -> PreTrainedTokenizerFast:
@@ -184,6 +187,30 @@ def chat_tokenizer(
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def family_tokenizer(template: str, bos: str, eos: str, *special: str) -> PreTrainedTokenizerFast:
+    """A token a byte, with the special tokens that a real template is written for."""
+    core = Tokenizer(models.BPE(vocab=_BYTES, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    names = dict.fromkeys((bos, eos, *special))
+    core.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=bos, eos_token=eos)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def marked(tokenizer: PreTrainedTokenizerFast, row: Row) -> str:
+    """The row's text with each supervised run between >> and <<."""
+    text, run, before = "", [], 0
+    for token_id, flag in [*zip(row.ids, row.mask, strict=True), (None, 0)]:
+        if flag != before or token_id is None:
+            text += tokenizer.decode(run, skip_special_tokens=False)
+            text += {(0, 1): ">>", (1, 0): "<<"}.get((before, flag), "")
+            run, before = [], flag
+        run.append(token_id)
+    return text
 
 
 def supervised(tokenizer: PreTrainedTokenizerFast, row: Row) -> list[str]:
