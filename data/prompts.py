@@ -16,7 +16,7 @@ from data.book import book_prompts, book_size
 from data.conversations import BadRow, normalize
 from data.prompt_rows import Prompt, cut_prompt, ngrams, prompt_id, prompt_ngrams, read_rows
 from recipes.errors import UserError
-from recipes.schema import DataSection
+from recipes.data_section import DataSection
 
 __all__ = ["Prompt", "PromptReport", "load_prompts", "magpie_count", "ngrams", "split_heldout"]
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
+from recipes.data_section import DataSection
 from recipes.drafter_sections import DrafterSection, Eagle3Section
 from recipes.errors import UserError
 from recipes.keys import apply_override, describe_errors
@@ -51,108 +52,6 @@ class TargetSection(Section):
     trust_remote_code: bool = Field(
         default=False, description="run Python code from the model's repository; off: not safe"
     )
-
-
-class DataSection(Section):
-    """Prompts, the target's answers to them, and the rows made of both."""
-
-    sources: list[str] = Field(
-        min_length=1,
-        description="each one of: book (prompts composed here), magpie (the target writes them), a "
-        ".jsonl, .json or .parquet file, hub:ORG/NAME[:SPLIT]; no default",
-    )
-    num_prompts: Count = Field(description="conversations in all sources together; no default")
-    magpie_share: Share = Field(
-        default=0.0, description="share of num_prompts that the target writes itself (magpie)"
-    )
-    regenerate: bool = Field(
-        default=True,
-        description="the target answers again: a drafter learns the target's own text; false "
-        "keeps the answers of the source",
-    )
-    max_length: Count = Field(default=2048, description="tokens a row, as EAGLE-3; longer is cut")
-    max_prompt_tokens: Count = Field(default=1024, description="tokens; longer prompts are dropped")
-    max_new_tokens: Count = Field(default=1024, description="tokens an answer, at most")
-    batch_size: Count = Field(default=64, description="answers generated side by side")
-    max_minutes: Positive | None = Field(
-        default=None, description="minutes after which generation takes no new prompt; null = all"
-    )
-    greedy_share: Share = Field(
-        default=0.5, description="share of answers at temperature 0; both kinds are served later"
-    )
-    temperature: Positive = Field(default=0.7, description="of the sampled share; 0.7 is common")
-    top_p: TopP = Field(default=1.0, description="nucleus of the sampled share; 1 = off")
-    top_k: CountOrZero = Field(default=0, description="tokens kept, sampled share; 0 = off")
-    heldout_fraction: float = Field(
-        default=0.05, gt=0, lt=1, description="share of conversations kept out of training"
-    )
-    seed: int = Field(
-        default=0, description="of prompts and sampling; the held-out split depends on ids only"
-    )
-    states: Literal["online", "cached"] = Field(
-        default="online",
-        description="target states: computed in each training step, or stored once on disk",
-    )
-    capture: Literal["generate", "pass"] = Field(
-        default="generate",
-        description="cached states: stored while answers are generated (nearly free), or in a "
-        "forward pass of their own",
-    )
-    states_dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="of cached states; bfloat16 halves the disk"
-    )
-    keep_truncated: bool = Field(
-        default=True, description="keep answers cut at max_new_tokens, without an end of turn"
-    )
-    min_supervised_share: Share = Field(
-        default=0.01,
-        description="least share of supervised tokens in all training rows; below: the run stops",
-    )
-    decontaminate: list[str] = Field(
-        default=["mt_bench", "humaneval"],
-        description="tasks whose 8-grams must not occur in a training prompt; [] = off",
-    )
-    template_kwargs: dict[str, Any] = Field(
-        default={}, description="passed to the chat template, e.g. enable_thinking: false"
-    )
-    chat_template: Path | None = Field(
-        default=None, strict=False, description="Jinja file; null = the tokenizer's own template"
-    )
-
-    @field_validator("sources")
-    @classmethod
-    def _check_sources(cls, sources: list[str]) -> list[str]:
-        for source in sources:
-            is_file = source.endswith((".jsonl", ".json", ".parquet"))
-            is_hub = re.fullmatch(r"hub:[^:/\s]+/[^:/\s]+(:[^:\s]+)?", source)
-            if not (source in ("book", "magpie") or is_file or is_hub):
-                raise ValueError(
-                    f"{source!r} is no source; use book, magpie, a .jsonl, .json or .parquet "
-                    "file, or hub:ORG/NAME[:SPLIT]"
-                )
-        if len(set(sources)) < len(sources):
-            raise ValueError("a source stands twice")
-        return sources
-
-    @model_validator(mode="after")
-    def _check_fit(self) -> Self:
-        if self.max_prompt_tokens >= self.max_length:
-            raise ValueError(
-                f"max_prompt_tokens={self.max_prompt_tokens} leaves no room for an answer in "
-                f"max_length={self.max_length}"
-            )
-        if ("magpie" in self.sources) != (self.magpie_share > 0):
-            raise ValueError("magpie in sources and magpie_share > 0 belong together")
-        if self.sources == ["magpie"] and self.magpie_share < 1:
-            raise ValueError("magpie is the only source, so set magpie_share: 1.0")
-        if self.sources != ["magpie"] and self.magpie_share == 1:
-            raise ValueError("magpie_share: 1.0 leaves nothing to the other sources")
-        if self.states == "cached" and self.capture == "generate" and not self.regenerate:
-            raise ValueError(
-                "capture: generate needs regenerate: true; for answers of the source set "
-                "capture: pass"
-            )
-        return self
 
 
 class LossSection(Section):

@@ -14,7 +14,7 @@ from data.book_code import code_tasks
 from data.prompt_rows import cut_prompt, ngrams, prompt_ngrams, read_rows
 from data.prompts import load_prompts, magpie_count, split_heldout
 from recipes.errors import UserError
-from recipes.schema import DataSection
+from recipes.data_section import DataSection
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> str:
