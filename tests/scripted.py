@@ -38,12 +38,14 @@ class ScriptedTarget:
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         return KVCache(0, batch_size, max_length, 1, 1, torch.float32)
 
-    def forward(self, ids_BS: Tensor, cache: KVCache, aux_layers: Any = ()) -> TargetStates:
+    def forward(
+        self, ids_BS: Tensor, cache: KVCache, aux_layers: Any = (), nodes: Any = None
+    ) -> TargetStates:
         if self.cost:
             self.cost(self.num_passes)
         self.num_passes += 1
         self.seen_lengths.append(cache.lengths_B.tolist())
-        cache.begin(ids_BS.shape[1])
+        cache.begin(ids_BS.shape[1], nodes)
         hidden_BSH = F.one_hot(ids_BS, self.vocab_size).float()
         return TargetStates(hidden_BSH, hidden_BSH[..., :0])
 
