@@ -213,8 +213,8 @@ class _Run:
                 continue
             kept = cut(row, emitted[: accepted + 1], self.settings, self.target)
             row.ids += kept
-            num = len(kept)
-            row.rounds.append(Round(proposed, min(accepted, num), num, drafted[:proposed]))
+            num, inside = len(kept), min(accepted, len(kept))
+            row.rounds.append(Round(proposed, inside, num, drafted[:proposed], accepted))
             committed.append(num)
         return committed
 
