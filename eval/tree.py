@@ -173,19 +173,28 @@ def attention_nodes(tree: Tree) -> TreeNodes:
 
 
 def first_choices(tree: Tree, path_BA: Tensor, num_accepted_B: Tensor) -> list[list[int]]:
-    """For each row, the tokens accepted and behind them the drafter's first choices (to show).
+    """Nodes of one branch a row: those accepted, and behind them the first child each time.
 
-    In a chain this is the whole proposal.
+    The branch that a table of rounds shows; of a chain it is the whole proposal.
     """
     rows = []
-    parents, tokens = tree.parents_BP.tolist(), tree.tokens_BP.tolist()
+    parents = tree.parents_BP.tolist()
     lists = zip(path_BA.tolist(), num_accepted_B.tolist(), tree.num_nodes_B.tolist(), strict=True)
     for b, (path, accepted, num_nodes) in enumerate(lists):
         first_child = {parents[b][n]: n for n in range(num_nodes - 1, 0, -1)}
-        nodes = path[1 : accepted + 1]
-        node = path[accepted]
+        branch, node = path[1 : accepted + 1], path[accepted]
         while node in first_child:
             node = first_child[node]
-            nodes.append(node)
-        rows.append([tokens[b][n] for n in nodes])
+            branch.append(node)
+        rows.append(branch)
     return rows
+
+
+def seen_at_nodes(tree: Tree, seen_BV: Tensor) -> Tensor:
+    """Which tokens are seen at each node, its own included: bool [B, P, V]."""
+    seen_BPV = seen_BV[:, None].repeat(1, tree.tokens_BP.shape[1], 1)
+    node_BP = torch.arange(tree.tokens_BP.shape[1], device=seen_BV.device).expand_as(tree.tokens_BP)
+    for _ in range(int(tree.depths_BP.max()) + 1):
+        seen_BPV.scatter_(2, tree.tokens_BP.gather(1, node_BP)[..., None], True)
+        node_BP = tree.parents_BP.gather(1, node_BP)
+    return seen_BPV
