@@ -8,7 +8,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.files import read_json, write_json, write_text
-from eval.report import COLUMNS, ORDER, make_rows, make_samples, sort_rows, to_html, to_markdown
+from eval.board_page import make_samples, to_html
+from eval.report import ORDER, make_rows, sort_rows, to_markdown, used_columns
 from recipes.errors import UserError
 
 EXAMPLES = """examples:
@@ -59,7 +60,7 @@ def main() -> None:
     if not rows:
         raise UserError("the results hold no task; run eval/bench.py with --tasks")
     rows = sort_rows(rows)
-    definitions = {column.key: column.definition for column in COLUMNS}
+    definitions = {column.key: column.definition for column in used_columns(rows)}
     board = {"schema": 1, "order": ORDER, "definitions": definitions, "rows": rows}
     write_json(arguments.out / "leaderboard.json", board)
     write_text(arguments.out / "leaderboard.md", to_markdown(rows))

@@ -1,37 +1,45 @@
-"""The leaderboard as a view of result records: records -> rows -> Markdown and HTML.
+"""The leaderboard as a view of result records: records -> rows -> Markdown (eval.board_page: HTML).
 
-Nothing is computed here: every number is read from a record (eval.record), sorted and formatted.
+Nothing is measured here: every number is read from a record (eval.record), sorted and formatted.
 One row is one (drafter, task, temperature) at one batch size and number of drafted tokens. Both
-views print the same text for the same cell, and None prints as "n/a".
+views print the same text for the same cell, and None prints as "n/a". A key that an older record
+does not have is None.
 
 Order of rows: target, task, temperature (so T=0 comes first), batch size, then speedup, fastest
 first; rows without a speedup come last. Within one task at T=0 the first row is the fastest.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.record import Identity, Lossless, Settings, TaskResult, validate
-from recipes.errors import UserError
 
 Row = dict[str, Any]
 
-TEMPLATE = Path(__file__).with_name("report_page.html")
 MISSING = "n/a"
 ORDER = "target, task, temperature (T=0 first), batch size, then speedup (fastest first)"
 
 
+PARTS = ("draft", "verify", "sampling", "bookkeeping", "other")
+LATER_KEYS = ("per_category", "per_turn", "predicted_curve", "oracle_share", "cost_ratio")
+LATER_KEYS += ("tau_before_stop", "alpha_teacher_forced", "contamination", "task_hash")
+
+
 class Column(NamedTuple):
-    """One column of the table: its key in a row, its heading, its text and its definition."""
+    """One column of the table: its key in a row, its heading, its text and its definition.
+
+    main: the page shows it at once; the others wait behind "all columns".
+    optional: left out where no row has a value.
+    """
 
     key: str
     title: str
     text: Callable[[Row], str]
     definition: str
+    main: bool = True
+    optional: bool = False
 
 
 def number(value: Any, spec: str = "", unit: str = "") -> str:
@@ -51,24 +59,48 @@ def value_of(key: str, spec: str = "", unit: str = "") -> Callable[[Row], str]:
 
 
 def drafter_text(row: Row) -> str:
-    """The drafter's name, with its method where the name does not say it."""
+    """The drafter's name, with method and verification where they are not said or not usual."""
     name, method = row["drafter"], row["method"]
-    return name if method in name else f"{name} ({method})"
+    text = name if method in name else f"{name} ({method})"
+    return text if row["verification"] == "token" else f"{text}, {row['verification']}"
+
+
+def time_split(row: Row) -> dict[str, float | None]:
+    """Milliseconds a round by part; "other" only where a record does not split it further."""
+    split = {part: row["ms_per_round"].get(part) for part in PARTS}
+    finer = split["sampling"] is not None or split["bookkeeping"] is not None
+    unused = {"other"} if finer else {"sampling", "bookkeeping"}
+    return {part: ms for part, ms in split.items() if part not in unused}
 
 
 def split_text(row: Row) -> str:
-    """Milliseconds a round as "draft + verify + other"."""
-    split = row["ms_per_round"]
-    return " + ".join(number(split[part], ".1f") for part in ("draft", "verify", "other"))
+    """Milliseconds a round as "draft + verify + sampling + bookkeeping" (older: "+ other")."""
+    return " + ".join(number(ms, ".1f") for ms in time_split(row).values())
 
 
 def lossless_text(row: Row) -> str:
-    """Greedy identity and the p-value of the sampled tokens, each "n/a" where it was not run."""
+    """Greedy identity, p-value of the sampled tokens, certificate; "n/a" where it was not run."""
     greedy, p_value = row["greedy_identical"] or MISSING, row["pit_p_value"]
-    if p_value is None:
-        return f"greedy {greedy}, PIT p {MISSING}"
-    shown = "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"
-    return f"greedy {greedy}, PIT p {shown} ({number(row['pit_num_tokens'], ',')} tokens)"
+    text = f"greedy {greedy}, PIT p {MISSING}"
+    if p_value is not None:
+        shown = "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"
+        text = f"greedy {greedy}, PIT p {shown} ({number(row['pit_num_tokens'], ',')} tokens)"
+    certificate = row["certificate"]
+    return text if certificate is None else f"{text}, certificate {certificate['verdict']}"
+
+
+def contamination_text(row: Row) -> str:
+    """Prompts of the task that are like training prompts, as "overlapping/prompts"."""
+    found = row["contamination"]
+    return MISSING if found is None else f"{found['num_overlapping']}/{found['num_prompts']}"
+
+
+def best_num_draft_tokens(curve: list[dict[str, Any]] | None) -> int | None:
+    """The number with the largest predicted speedup; 0 where none beats the target alone."""
+    if not curve:
+        return None
+    best = max(curve, key=lambda point: point["speedup"])
+    return best["num_draft_tokens"] if best["speedup"] > 1 else 0
 
 
 # fmt: off
@@ -83,10 +115,14 @@ COLUMNS = tuple(Column(*column) for column in (
     ("alpha", "alpha", value_of("alpha", ".3f"),
      "Mean over the verified positions of sum_v min(p(v), q(v)), p the target's and q the "
      "drafter's final distribution: the chance that one proposed token is accepted."),
+    ("tau_before_stop", "tau before stop", value_of("tau_before_stop", ".2f"),
+     "tau as engines count it: answers are not cut at their end token.", False, True),
+    ("alpha_teacher_forced", "alpha, forced", value_of("alpha_teacher_forced", ".3f"),
+     "alpha along the target's own answers, on every position.", False, True),
     ("acceptance_rate", "Acceptance", value_of("acceptance_rate", ".1%"),
-     "Accepted / proposed tokens. It falls with K even for the same drafter."),
+     "Accepted / proposed tokens. It falls with K even for the same drafter.", False),
     ("mean_accepted", "Mean accepted", value_of("mean_accepted", ".2f"),
-     "Accepted tokens / rounds, without the bonus token."),
+     "Accepted tokens / rounds, without the bonus token.", False),
     ("speedup", "Speedup", value_of("speedup", ".2f", "x"),
      "Tokens/s / baseline tokens/s, same engine and settings. In brackets its 95% interval."),
     ("predicted_speedup", "Predicted", value_of("predicted_speedup", ".2f", "x"),
@@ -94,16 +130,34 @@ COLUMNS = tuple(Column(*column) for column in (
      "predict. Far above the measured one: time is lost outside the rounds."),
     ("predicted_from_alpha", "From alpha", value_of("predicted_from_alpha", ".2f", "x"),
      "Speedup predicted from alpha alone, as if every proposed token were accepted independently "
-     "with this chance."),
+     "with this chance.", False),
+    ("oracle_share", "Of perfect", value_of("oracle_share", ".0%"),
+     "Measured speedup / that of a perfect drafter, which proposes the target's own tokens at the "
+     "same cost. The rest is what a better drafter of this size could still win.", True, True),
+    ("best_num_draft_tokens", "Best K", value_of("best_num_draft_tokens"),
+     "The number of drafted tokens with the largest predicted speedup; 0: none beats the target "
+     "alone.", True, True),
+    ("cost_ratio", "c", value_of("cost_ratio", ".3f"),
+     "Time to draft one token / time of one token of the target alone.", False, True),
     ("tokens_per_second", "Tokens/s", value_of("tokens_per_second", ".1f"),
      "Generated tokens / decoding seconds, with the drafter."),
     ("baseline_tokens_per_second", "Baseline tokens/s",
-     value_of("baseline_tokens_per_second", ".1f"), "The same for the target alone."),
-    ("ms_per_round", "ms/round", split_text, "Milliseconds a round: draft + verify + other."),
+     value_of("baseline_tokens_per_second", ".1f"), "The same for the target alone.", False),
+    ("ms_per_round", "ms/round", split_text,
+     "Milliseconds a round: draft + verify + sampling + bookkeeping (the last two are one number, "
+     "other, in older records)."),
     ("lossless", "Lossless", lossless_text,
      "Greedy: prompts whose fp32 tokens equal the target's own / prompts checked. PIT p: p-value "
      "of the test that every sampled token was drawn from the target's distribution; below 0.001 "
-     "says that it was not."),
+     "says that it was not. Certificate: whether the test also rejects verifiers that were broken "
+     "on purpose."),
+    ("contamination", "Overlap", contamination_text,
+     "Prompts of the task that share eight words in a row with a prompt that the drafter was "
+     "trained on / prompts.", False, True),
+    ("trained_tokens", "Trained on", value_of("trained_tokens", ","),
+     "Tokens the drafter was trained on, repeats counted.", False, True),
+    ("train_minutes", "Minutes", value_of("train_minutes", ",.0f"),
+     "Minutes of training.", False, True),
 ))
 # fmt: on
 
@@ -115,34 +169,25 @@ def make_rows(record: Any, source: str) -> list[Row]:
         UserError: it is not a result record.
     """
     valid: dict[str, Any] = dict(validate(record, source))
-    shared = {key: valid["identity"][key] for key in Identity.__annotations__}
-    shared |= {key: valid["settings"][key] for key in Settings.__annotations__}
-    shared |= {key: (valid.get("lossless") or {}).get(key) for key in Lossless.__annotations__}
-    return [
-        {"source": source, "task": name, **shared}
-        | {key: task[key] for key in TaskResult.__annotations__}
+    lossless = valid.get("lossless") or {}
+    shared = {
+        key: valid["identity"].get(key) for key in (*Identity.__annotations__, "train_minutes")
+    }
+    shared |= {key: valid["settings"].get(key) for key in Settings.__annotations__}
+    shared |= {key: lossless.get(key) for key in (*Lossless.__annotations__, "certificate")}
+    keys = (*TaskResult.__annotations__, *LATER_KEYS)
+    rows = [
+        {"source": source, "task": name, **shared} | {key: task.get(key) for key in keys}
         for name, task in valid["tasks"].items()
     ]
+    for row in rows:
+        row["best_num_draft_tokens"] = best_num_draft_tokens(row["predicted_curve"])
+    return rows
 
 
-def make_samples(record: Any, source: str) -> list[dict[str, Any]]:
-    """A valid record's samples for the round viewer, labelled with its drafter and settings.
-
-    Raises:
-        UserError: a sample is not {"prompt": text, "rounds": [{"accepted": [text], "rejected":
-            [text], "next": text}]}.
-    """
-    settings, samples = record["settings"], record.get("samples") or []
-    label = f"{drafter_text(record['identity'])}, T={settings['temperature']:g}, "
-    label += f"K={settings['num_draft_tokens']}"
-    try:
-        for sample in samples:
-            for turn in sample["rounds"]:
-                "".join([sample["prompt"], *turn["accepted"], *turn["rejected"], turn["next"]])
-    except (KeyError, TypeError) as error:
-        needed = "samples must be prompts with rounds of accepted, rejected and next, all text"
-        raise UserError(f"{source}: {needed} ({error!r})") from error
-    return [{"label": label, "prompt": s["prompt"], "rounds": s["rounds"]} for s in samples]
+def used_columns(rows: list[Row]) -> list[Column]:
+    """The columns without those optional ones that no row has a value for."""
+    return [c for c in COLUMNS if not c.optional or any(row[c.key] is not None for row in rows)]
 
 
 def sort_rows(rows: Iterable[Row]) -> list[Row]:
@@ -168,26 +213,14 @@ def table(titles: Iterable[str], lines: Iterable[Iterable[Any]]) -> str:
 
 def to_markdown(rows: list[Row]) -> str:
     """The sorted rows as Markdown: one table a task, where each row comes from, definitions."""
+    columns = used_columns(rows)
     parts = ["# Leaderboard", f"Rows are sorted by {ORDER}."]
     for (target, task), group in groupby(rows, key=lambda row: (row["target"], row["task"])):
-        lines = [[column.text(row) for column in COLUMNS] for row in group]
-        parts += [f"## {task} on {target}", table([column.title for column in COLUMNS], lines)]
+        lines = [[column.text(row) for column in columns] for row in group]
+        parts += [f"## {task} on {target}", table([column.title for column in columns], lines)]
     keys = ("source", "engine", "dtype", "hardware", "commit", "draft_sampling", "verification")
     records = {row["source"]: [row[key] or MISSING for key in keys] for row in rows}
     titles = ("File", "Engine", "Dtype", "Hardware", "Commit", "Drafting", "Verification")
     parts += ["## Records", table(titles, [records[source] for source in sorted(records)])]
-    definitions = "\n".join(f"- **{column.title}**: {column.definition}" for column in COLUMNS)
+    definitions = "\n".join(f"- **{column.title}**: {column.definition}" for column in columns)
     return "\n\n".join([*parts, "## Definitions", definitions]) + "\n"
-
-
-def to_html(rows: list[Row], samples: list[dict[str, Any]]) -> str:
-    """The sorted rows and the samples (make_samples) as one self-contained page.
-
-    The page's data is one JSON blob in which "<" is written as an escape, so that no text in it
-    can end the script element.
-    """
-    columns = [{"key": c.key, "title": c.title, "definition": c.definition} for c in COLUMNS]
-    shown = [row | {"text": {c.key: c.text(row) for c in COLUMNS}} for row in rows]
-    blob = {"columns": columns, "rows": shown, "samples": samples, "order": ORDER}
-    text = json.dumps(blob, allow_nan=False).replace("<", r"\u003c")
-    return TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/null", text)

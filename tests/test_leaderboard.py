@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from eval.report import COLUMNS, make_rows, sort_rows, to_html, to_markdown
+from eval.board_page import make_samples, to_html
+from eval.report import make_rows, sort_rows, time_split, to_markdown, used_columns
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).with_name("golden") / "leaderboard.md"
@@ -142,12 +143,49 @@ def test_none_prints_as_na():
     record = make_record("lookup", 0.0, task, task)
     del record["lossless"]
     row = make_rows(record, "r.json")[0]
-    text = {column.key: column.text(row) for column in COLUMNS}
+    text = {column.key: column.text(row) for column in used_columns([row])}
     assert text["speedup"] == text["alpha"] == text["acceptance_rate"] == "n/a"
     assert text["tau"] == "2.00"
     assert text["ms_per_round"] == "n/a + 27.5 + n/a"
     assert text["lossless"] == "greedy n/a, PIT p n/a"
     assert blob_of(to_html([row], []))["rows"][0]["alpha"] is None
+
+
+def test_time_split_counts_no_part_twice():
+    task = make_task(2.0, 1.5)
+    task["ms_per_round"] |= {"sampling": 1.0, "bookkeeping": 0.5}  # together what other is
+    row = make_rows(make_record("lookup", 0.0, task, task), "r.json")[0]
+    assert time_split(row) == {"draft": 8.0, "verify": 27.5, "sampling": 1.0, "bookkeeping": 0.5}
+    old = make_rows(RECORDS["head-t0.json"], "r.json")[0]
+    assert time_split(old) == {"draft": 8.0, "verify": 27.5, "other": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("speedups", "best"), [([1.2, 1.5, 1.4], 2), ([0.9, 0.8, 0.7], 0), ([], None), (None, None)]
+)
+def test_best_number_is_the_top_of_the_predicted_curve(speedups: Any, best: int | None):
+    task = make_task(2.0, 1.5)
+    if speedups is not None:
+        points = enumerate(speedups, start=1)
+        curve = [{"num_draft_tokens": k, "speedup": s, "tau": 2.0} for k, s in points]
+        task["predicted_curve"] = curve
+    row = make_rows(make_record("lookup", 0.0, task, task), "r.json")[0]
+    assert row["best_num_draft_tokens"] == best
+    assert ("Best K" in to_markdown([row])) == (best is not None)
+
+
+def test_rows_of_another_verification_say_so():
+    record = make_record("head", 1.0, make_task(2.0, 1.5), make_task(2.0, 1.5))
+    record["settings"]["verification"] = "block"
+    assert "| head (eagle3), block |" in to_markdown(make_rows(record, "r.json"))
+
+
+def test_samples_keep_p_and_q_to_four_digits():
+    turn = {"accepted": ["a"], "rejected": ["b"], "next": "c", "p": [1 / 3, 0.0], "next_p": 2 / 3}
+    record = RECORDS["head-t0.json"] | {"samples": [{"prompt": "x", "rounds": [turn]}]}
+    shown = make_samples(record, "r.json")[0]
+    assert shown["rounds"] == [turn | {"p": [0.3333, 0.0], "next_p": 0.6667}]
+    assert shown["verification"] == "token"
 
 
 def test_page_loads_nothing_and_holds_every_row():
@@ -156,11 +194,14 @@ def test_page_loads_nothing_and_holds_every_row():
     assert loads == []
     assert re.findall(r"https?://[^\s\"']+", page) == ["http://www.w3.org/2000/svg"]  # a namespace
     assert re.search(r"<(link|img|iframe|script[^>]* src)\b", page) is None
+    assert "default-src 'none'" in page  # and the browser would refuse
     blob = blob_of(page)
     assert len(blob["rows"]) == 8
     assert blob["samples"][0]["prompt"] == "Say </script><b>hi</b>"
     assert page.count("</script>") == 2  # the data and the code: no text ended an element early
-    assert [column["title"] for column in blob["columns"]] == [column.title for column in COLUMNS]
+    assert [column["title"] for column in blob["columns"]] == [
+        column.title for column in used_columns(make_all())
+    ]
 
 
 def test_script_writes_three_views_and_reads_its_own_folder_again(tmp_path: Path):
@@ -177,7 +218,7 @@ def test_script_writes_three_views_and_reads_its_own_folder_again(tmp_path: Path
     board = json.loads((folder / "leaderboard.json").read_text())
     assert board["rows"][0]["speedup"] == 2.5
     labels = {s["label"] for s in blob_of((folder / "leaderboard.html").read_text())["samples"]}
-    assert "demo | head (eagle3), T=0, K=4" in labels
+    assert "demo | head (eagle3), T=0, K=4, batch 1" in labels
 
 
 def test_help_shows_examples():
@@ -202,9 +243,19 @@ def drop_next(record: dict[str, Any]) -> None:
     record["samples"] = [{"prompt": "p", "rounds": [{"accepted": [], "rejected": []}]}]
 
 
+def break_p(record: dict[str, Any]) -> None:
+    record["samples"] = [SAMPLE | {"rounds": [SAMPLE["rounds"][0] | {"p": ["high"]}]}]
+
+
 @pytest.mark.parametrize(
     ("damage", "key"),
-    [(break_tau, "tau"), (drop_tau, "tau"), (drop_identity, "identity"), (drop_next, "samples")],
+    [
+        (break_tau, "tau"),
+        (drop_tau, "tau"),
+        (drop_identity, "identity"),
+        (drop_next, "samples"),
+        (break_p, "samples"),
+    ],
 )
 def test_bad_record_is_one_line_and_exit_2(tmp_path: Path, damage: Any, key: str):
     record = copy.deepcopy(RECORDS["head-t0.json"])
