@@ -20,10 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from data.attention import masked_attention
 from data.batch import Batch
 from data.cache import KVCache
-from data.sampling import sample
 from data.target import Target
 from drafters.anchors import supervised_slots
-from drafters.base import DraftLaws, Proposal, Sampling, Slots, TrainedDrafter
+from drafters.base import Proposal, Sampling, Slots, TrainedDrafter
+from drafters.drafting import Draft
 from drafters.layers import MLP, Attend, Attention, Linear, RMSNorm, rollout_attention
 
 
@@ -275,36 +275,12 @@ class Eagle3(TrainedDrafter):
     ) -> Proposal:
         """Rollout steps 1, 2, ... on its own tokens and states; the cache ends as it was."""
         committed_B = state.cache.lengths_B.clone()
-        hidden_BH, draft_ids_D = state.last_hidden_BH, self.draft_ids_D
-        seen_BD = seen_BV[:, draft_ids_D] if seen_BV is not None else None
-        tokens, probs, laws = [], [], []
+        hidden_BH = state.last_hidden_BH
+        draft = Draft(self, sampling, uniforms_BK, seen_BV)
         for k in range(num_draft):
-            logits_BD = self.lm_head(self.head_input(hidden_BH)).float()
-            if sampling.keep_laws:
-                both = sampling.law(logits_BD, seen_BD), sampling.unfiltered(logits_BD, seen_BD)
-                laws.append(DraftLaws(*(self._spread(q_BD) for q_BD in both)))
-            if sampling.draft_sampled and sampling.temperature > 0:
-                assert uniforms_BK is not None, "a sampled draft needs its own uniforms"
-                q_BD = sampling.law(logits_BD, seen_BD, where="drafter logits")
-                draft_B = sample(q_BD, uniforms_BK[:, k])
-                probs.append(self._spread(q_BD))
-            else:
-                draft_B = sampling.penalised(logits_BD, seen_BD).argmax(-1)
-            if seen_BD is not None:
-                seen_BD.scatter_(1, draft_B[:, None], True)
-            tokens.append(draft_ids_D[draft_B])
+            token_B = draft.draw(self.lm_head(self.head_input(hidden_BH)))
             if k + 1 < num_draft:
-                hidden_BH = self._cached_step(state, tokens[-1][:, None], hidden_BH[:, None])[:, 0]
+                hidden_BH = self._cached_step(state, token_B[:, None], hidden_BH[:, None])[:, 0]
                 state.cache.advance(1)
         state.cache.rollback(committed_B)
-        return Proposal(
-            torch.stack(tokens, 1),
-            torch.full_like(committed_B, num_draft),
-            torch.stack(probs, 1) if probs else None,
-            DraftLaws(*(torch.stack(qs, 1) for qs in zip(*laws, strict=True))) if laws else None,
-        )
-
-    def _spread(self, q_BD: Tensor) -> Tensor:
-        """Probabilities over the draft vocabulary -> over the target's."""
-        q_BV = q_BD.new_zeros(q_BD.shape[0], self.config.vocab_size)
-        return q_BV.index_copy_(1, self.draft_ids_D, q_BD)
+        return draft.proposal()
