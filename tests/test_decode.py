@@ -1,83 +1,27 @@
-"""The decoding loop: greedy identity, the law of drawn tokens, stopping, caches."""
+"""The decoding loop: greedy identity, the law of drawn tokens, rows of a batch."""
 
-from functools import cache
-from itertools import product
-from math import prod
+from dataclasses import replace
 
 import pytest
 import torch
 from scipy.stats import chisquare
 
-from data.cache import KVCache
-from data.sampling import final_probs
-from drafters.base import DecodingDrafter, Sampling
-from drafters.eagle3 import Eagle3, Eagle3Config
-from drafters.lookup import Lookup, LookupThen
-from eval.decode import Decoded, DecodeSettings, decode
+from data.sampling import penalise, sample
+from drafters.base import Sampling
+from eval.decode import DecodeSettings, decode
 from eval.lossless import pit_p_value
+from eval.verify import Verdict, verify_token
 from recipes.errors import UserError
+from tests.decoding import (
+    PROMPTS,
+    SIX,
+    greedy_answers,
+    law_of_first_three,
+    make_drafter,
+    random_eagle,
+    small_target,
+)
 from tests.scripted import FixedLaw, Oracle, ScriptedTarget
-from tests.tiny_targets import tiny_target
-
-PROMPTS = [
-    [3],
-    [1, 2, 3, 1, 2],
-    [4, 5, 6, 7, 8, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8, 4, 5],
-    [9, 8, 7, 9, 8, 7, 9, 8],
-]
-
-
-@cache
-def small_target(vocab_size=12, eos=None):
-    """Few tokens, so that even random drafters are right now and then."""
-    eos = vocab_size - 1 if eos is None else eos
-    eos = list(eos) if isinstance(eos, tuple) else eos
-    return tiny_target("qwen3", vocab_size=vocab_size, eos_token_id=eos, pad_token_id=0)
-
-
-def random_eagle(target, seed=1):
-    config = Eagle3Config(
-        target_hidden_size=32,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size,
-        aux_layers=(1, 2, 3),
-    )
-    torch.manual_seed(seed)
-    drafter = Eagle3(config).eval()
-    for parameter in drafter.parameters():
-        if parameter.dim() == 2:
-            torch.nn.init.normal_(parameter, std=0.2)
-    drafter.use_embeddings(target.embed_weight_VH)
-    return drafter
-
-
-def greedy_answers(target, prompts, num_tokens):
-    """Token by token with a fresh pass each: no cache, no batch, no loop of ours."""
-    answers = {}
-    for prompt in prompts:
-        ids = list(prompt)
-        while len(ids) < len(prompt) + num_tokens and not set(ids[len(prompt) :]) & set(
-            target.eos_ids
-        ):
-            hidden_BSH = target.forward(torch.tensor([ids])).hidden_BSH
-            ids.append(int(target.logits(hidden_BSH[0, -1]).argmax()))
-        answers[tuple(prompt)] = ids[len(prompt) :]
-    return answers
-
-
-def make_drafter(name: str, target, answers) -> DecodingDrafter:
-    return {
-        "eagle3": lambda: random_eagle(target),
-        "lookup": lambda: Lookup(2, 4),
-        "lookup+eagle3": lambda: LookupThen(Lookup(1, 3), random_eagle(target)),
-        "perfect": lambda: Oracle(answers, target.vocab_size),
-        "wrong": lambda: Oracle(answers, target.vocab_size, [0]),
-    }[name]()
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -101,6 +45,38 @@ def test_greedy_tokens_are_the_targets_own(name, batched):
         assert all(r.accepted == 0 and r.emitted == 1 for row in rounds for r in row)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gemma2", "mistral"])
+def test_greedy_tokens_are_those_of_every_architecture(kind):
+    # Windows are five tokens wide, so answers of twenty leave them behind in every row.
+    target = small_target(vocab_size=24, kind=kind)
+    answers = greedy_answers(target, PROMPTS, 20)
+    assert max(len(ids) for ids in answers.values()) == 20
+    drafter = Oracle(answers, target.vocab_size, [1, 3, 0, 2, 4, 0])
+    settings = DecodeSettings(max_new_tokens=20, num_draft=4)
+    counts = set()
+    for batch in [PROMPTS, PROMPTS[2:3]]:
+        rows, _ = decode(target, drafter, batch, settings)
+        assert [row.ids for row in rows] == [answers[tuple(p)] for p in batch]
+        counts |= {r.accepted for row in rows for r in row.rounds}
+    assert counts == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("penalty", [0.6, 1.7])
+@pytest.mark.parametrize("name", ["eagle3", "lookup+eagle3", "perfect"])
+def test_greedy_tokens_under_a_repetition_penalty(name, penalty):
+    target = small_target()
+    answers = greedy_answers(target, PROMPTS, 16, penalty)
+    assert answers != greedy_answers(target, PROMPTS, 16)
+    drafter = make_drafter(name, target, answers)
+    sampling = Sampling(repetition_penalty=penalty)
+    settings = DecodeSettings(max_new_tokens=16, num_draft=4, sampling=sampling)
+    for arm in [None, drafter]:
+        rows, _ = decode(target, arm, PROMPTS, settings)
+        assert [row.ids for row in rows] == list(answers.values())
+    if name == "perfect":  # a penalty that came one token late would reject some
+        assert all(r.accepted == r.proposed for row in rows for r in row.rounds[:-1])
+
+
 def test_random_eagle_is_right_now_and_then():
     # The identity above would say little if no token were ever accepted.
     target = small_target()
@@ -113,37 +89,31 @@ def test_random_eagle_is_right_now_and_then():
 DRAWN = Sampling(temperature=1.2, top_k=5, top_p=0.95, draft_sampled=True)
 
 
-def law_of_first_three(target, prompt, sampling):
-    """Probability of every answer, cut to three tokens, from passes without a cache."""
-    V = target.vocab_size
-
-    def next_law(ids):
-        hidden_BSH = target.forward(torch.tensor([ids])).hidden_BSH
-        logits_1V = target.logits(hidden_BSH[:, -1])
-        return final_probs(logits_1V, sampling.temperature, sampling.top_k, sampling.top_p)[0]
-
-    known = {}
-    law: dict[tuple[int, ...], float] = {}
-    for tokens in product(range(V), repeat=3):
-        stop = next((i + 1 for i, t in enumerate(tokens) if t in target.eos_ids), 3)
-        kept = tokens[:stop]
-        if kept in law:
-            continue
-        for i in range(stop):
-            if kept[:i] not in known:
-                known[kept[:i]] = next_law([*prompt, *kept[:i]])
-        law[kept] = prod(float(known[kept[:i]][kept[i]]) for i in range(stop))
-    return law
+PENALISED = Sampling(0.9, draft_sampled=True, min_p=0.02, repetition_penalty=1.6)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "greedy eagle3", "lookup", "lookup+eagle3"])
-def test_drawn_tokens_follow_the_targets_law(name):
-    target, prompt, num = small_target(vocab_size=6), [1, 2, 3, 1, 2, 3, 1], 2000
-    law = law_of_first_three(target, prompt, DRAWN)
+@pytest.mark.parametrize(
+    ("name", "sampling", "verification"),
+    [
+        ("eagle3", DRAWN, "token"),
+        ("greedy eagle3", replace(DRAWN, draft_sampled=False), "token"),
+        ("lookup", DRAWN, "token"),
+        ("lookup+eagle3", DRAWN, "token"),
+        ("eagle3", DRAWN, "block"),
+        ("lookup+eagle3", DRAWN, "block"),
+        ("eagle3", PENALISED, "token"),
+        ("greedy eagle3", replace(PENALISED, draft_sampled=False), "token"),
+        ("lookup+eagle3", PENALISED, "block"),
+    ],
+)
+def test_drawn_tokens_follow_the_targets_law(name, sampling, verification):
+    target, prompt, num = small_target(vocab_size=6), [1, 2, 3, 1, 2, 3, 1], 1200
+    law = law_of_first_three(target, prompt, sampling)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
     drafter = make_drafter(name.removeprefix("greedy "), target, {})
-    sampling = Sampling(1.2, 5, 0.95, draft_sampled=not name.startswith("greedy"))
-    settings = DecodeSettings(max_new_tokens=4, num_draft=2, sampling=sampling, seed=5)
+    settings = DecodeSettings(
+        max_new_tokens=4, num_draft=2, sampling=sampling, seed=5, verification=verification
+    )
     rows, _ = decode(target, drafter, [prompt] * num, settings)
     counts = dict.fromkeys(law, 0)
     for row in rows:
@@ -162,18 +132,165 @@ def test_drawn_tokens_follow_the_targets_law(name):
     assert sum(r.accepted for row in rows for r in row.rounds) > 0
 
 
-def test_p85_replacement_comes_from_the_residual():
-    p_V, q_V, num = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3]), 4000
-    target = ScriptedTarget(p_V.log().expand(3, 3), eos_ids=[])
+def second_tokens(p_V, q_V, num=2000, **settings):
+    """Answers whose every token has law p, drafted from q; how often each came second."""
+    target = ScriptedTarget(p_V.log().expand(len(p_V), -1), eos_ids=[])
     sampling = Sampling(temperature=1.0, draft_sampled=True)
-    settings = DecodeSettings(max_new_tokens=3, num_draft=1, sampling=sampling, seed=3)
-    rows, _ = decode(target, FixedLaw(q_V), [[0]] * num, settings)
-    second = torch.bincount(torch.tensor([row.ids[1] for row in rows]), minlength=3)
-    assert chisquare(second.tolist(), (num * p_V.double()).tolist()).pvalue > 0.001
+    rows, _ = decode(
+        target,
+        FixedLaw(q_V),
+        [[0]] * num,
+        DecodeSettings(max_new_tokens=3, num_draft=1, sampling=sampling, seed=3, **settings),
+    )
+    second = torch.bincount(torch.tensor([row.ids[1] for row in rows]), minlength=len(p_V))
+    return rows, second / num
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize(
+    ("p", "q", "acceptance"),
+    [
+        ((0.5, 0.3, 0.2), (0.2, 0.5, 0.3), 0.7),  # .2 + .3 + .2
+        ((0.5, 0.3, 0.2), (0.5, 0.3, 0.2), 1.0),
+        ((0.5, 0.3, 0.2), (1.0, 0.0, 0.0), 0.5),
+        ((0.0, 0.0, 1.0), (0.2, 0.5, 0.3), 0.3),
+    ],
+)
+def test_p85_replacement_comes_from_the_residual(p, q, acceptance, verification):
+    rows, second = second_tokens(torch.tensor(p), torch.tensor(q), verification=verification)
+    expected = 2000 * torch.tensor(p).double()
+    if max(p) == 1:
+        assert second.tolist() == list(p)
+    else:
+        assert chisquare((2000 * second).tolist(), expected.tolist()).pvalue > 0.001
     alpha = sum(row.alpha_sum for row in rows) / sum(row.alpha_count for row in rows)
-    assert alpha == pytest.approx(0.7)  # .2 + .3 + .2
-    first = [row.rounds[0].accepted for row in rows]
-    assert sum(first) / num == pytest.approx(0.7, abs=0.03)
+    assert alpha == pytest.approx(acceptance)
+    accepted = [row.rounds[0].accepted for row in rows]
+    assert sum(accepted) / 2000 == pytest.approx(acceptance, abs=0.04 if acceptance < 1 else 0)
+
+
+def token_rule(x):
+    return verify_token(
+        x.p_BSV,
+        x.tokens_BK,
+        x.num_proposed_B,
+        x.q_BKV,
+        x.accept_uniforms_BK,
+        x.final_uniforms_B,
+    )
+
+
+def test_p85_a_verifier_put_in_place_of_the_rule_decides():
+    def replaced_from_p(x):
+        accepted_B = token_rule(x).num_accepted_B
+        p_BV = x.p_BSV[torch.arange(len(accepted_B)), accepted_B]
+        return Verdict(accepted_B, sample(p_BV, x.final_uniforms_B))
+
+    p_V, q_V = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
+    # min(p, q) + 0.3 p: the wrong rule that this case is about.
+    wrong_V = 2000 * torch.tensor([0.35, 0.39, 0.26], dtype=torch.float64)
+    _, second = second_tokens(p_V, q_V, verifier=replaced_from_p)
+    assert chisquare((2000 * second).tolist(), wrong_V.tolist()).pvalue > 0.001
+
+
+def test_verifiers_see_what_the_rule_sees_and_how_the_draft_came_about():
+    target, seen = small_target(), []
+
+    def spy(x):
+        seen.append(x)
+        return token_rule(x)
+
+    def answers(verifier, draft_sampled):
+        sampling = Sampling(1.0, 0, 0.6, draft_sampled, keep_laws=True)
+        settings = DecodeSettings(
+            max_new_tokens=12, num_draft=3, sampling=sampling, verifier=verifier
+        )
+        return [row.ids for row in decode(target, random_eagle(target), PROMPTS, settings)[0]]
+
+    for draft_sampled in [True, False]:
+        seen.clear()
+        assert answers(spy, draft_sampled) == answers(None, draft_sampled)
+        for x in seen[:2]:  # of all rows, before answers end and drafts become shorter
+            final_BKV, unfiltered_BKV = x.laws
+            assert final_BKV.shape == (4, 3, target.vocab_size)
+            assert bool((unfiltered_BKV > 0).all()) and bool((final_BKV == 0).any())
+            if draft_sampled:
+                torch.testing.assert_close(x.q_BKV, final_BKV)
+                cdf_BKV = final_BKV.double().cumsum(-1)
+                drawn_BK = torch.searchsorted(cdf_BKV, x.draft_uniforms_BK.double()[..., None])
+                assert x.tokens_BK.tolist() == drawn_BK[..., 0].tolist()
+            else:
+                assert x.q_BKV is None
+                assert x.tokens_BK.tolist() == final_BKV.argmax(-1).tolist()
+            drafted, accepted = x.draft_uniforms_BK, x.accept_uniforms_BK
+            assert not {*drafted.flatten().tolist()} & {*accepted.flatten().tolist()}
+
+
+def test_block_rule_accepts_more_than_the_token_rule():
+    p_V, q_V = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
+    target = ScriptedTarget(p_V.log().expand(3, 3), eos_ids=[])
+    accepted = {}
+    for rule in ["token", "block"]:
+        settings = DecodeSettings(
+            max_new_tokens=5,
+            num_draft=3,
+            sampling=Sampling(1.0, draft_sampled=True),
+            verification=rule,
+        )
+        rows, _ = decode(target, FixedLaw(q_V), [[0]] * 2000, settings)
+        accepted[rule] = sum(row.rounds[0].accepted for row in rows) / 2000
+    assert accepted["token"] == pytest.approx(0.7 + 0.49 + 0.343, abs=0.08)
+    assert accepted["block"] > accepted["token"] + 0.03
+
+
+def test_drafter_is_penalised_for_its_own_tokens_too():
+    target = small_target()
+    drafter = random_eagle(target)
+    sampling = Sampling(1.0, draft_sampled=True, repetition_penalty=1.5, keep_laws=True)
+    state = drafter.start([[3, 5]], 16)
+    aux_BSF = target.forward(torch.tensor([[3, 5]]), None, drafter.aux_layers).aux_BSF
+    drafter.observe(state, torch.tensor([[5, 7]]), aux_BSF, torch.tensor([2]))
+
+    def laws(seen):
+        seen_BV = torch.zeros(1, 12, dtype=torch.bool)
+        seen_BV[0, seen] = True
+        # A uniform of 0 draws the first id, 0, whatever the law is.
+        proposal = drafter.propose(state, 2, sampling, torch.zeros(1, 2), seen_BV)
+        assert proposal.tokens_BK.tolist() == [[0, 0]]
+        assert seen_BV[0].nonzero()[:, 0].tolist() == seen
+        return proposal.laws.unfiltered_BKV[0]
+
+    logits_BD = drafter.lm_head(drafter.head_input(state.last_hidden_BH))
+    seen_BV = torch.zeros(1, 12, dtype=torch.bool)
+    seen_BV[0, [3, 5, 7]] = True
+    expected_BV = penalise(logits_BD, seen_BV, 1.5).softmax(-1)
+    torch.testing.assert_close(laws([3, 5, 7])[:1], expected_BV)
+    # Behind a drafted 0 it makes no difference whether 0 had been seen before.
+    torch.testing.assert_close(laws([3, 5, 7])[1], laws([0, 3, 5, 7])[1])
+    assert not torch.allclose(laws([3, 5, 7])[0], laws([0, 3, 5, 7])[0])
+
+
+def test_rows_of_64_are_those_of_8_and_of_1():
+    target = small_target()
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 24, (64,), generator=generator).tolist()
+    prompts = [torch.randint(0, 11, (n,), generator=generator).tolist() for n in lengths]
+    drafter = make_drafter("lookup+eagle3", target, {})
+    sampling = Sampling(0.9, 8, draft_sampled=True, repetition_penalty=1.2)
+    settings = DecodeSettings(max_new_tokens=12, num_draft=3, sampling=sampling, seed=7)
+
+    def rounds_of(size, start=0, end=64):
+        rows = []
+        for i in range(start, end, size):
+            part = prompts[i : min(i + size, end)]
+            rows += decode(target, drafter, part, settings, range(i, i + len(part)))[0]
+        return [(row.ids, row.finish, row.rounds) for row in rows]
+
+    together = rounds_of(64)
+    assert len({len(ids) for ids, _, _ in together}) > 4  # some rows end long before others
+    assert {finish for _, finish, _ in together} == {"stop", "length"}
+    assert rounds_of(8) == together
+    assert rounds_of(1, 20, 30) == together[20:30]
 
 
 @pytest.mark.parametrize("name", ["eagle3", "lookup+eagle3"])
@@ -192,90 +309,6 @@ def test_a_row_does_not_depend_on_its_batch(name):
         torch.testing.assert_close(
             torch.tensor(one.pit), torch.tensor(other.pit), atol=1e-4, rtol=0
         )
-
-
-def run_chain(chain, eos_ids, num_right=None, **settings) -> tuple[Decoded, ScriptedTarget]:
-    """Decode [3] with a scripted target and a drafter that knows the chain."""
-    target = ScriptedTarget.chain(chain, eos_ids)
-    answer = [chain[3]]
-    while answer[-1] in chain and len(answer) < 50:
-        answer.append(chain[answer[-1]])
-    drafter = Oracle({(3,): answer}, target.vocab_size, num_right)
-    rows, _ = decode(target, drafter, [[3]], DecodeSettings(**settings))
-    return rows[0], target
-
-
-SIX = {3: 5, 5: 6, 6: 7, 7: 8, 8: 9, 9: 10}
-
-
-@pytest.mark.parametrize("eos", [5, 6, 7, 8, 9, 10])
-def test_p82_answer_ends_at_the_end_token_wherever_it_is_in_the_block(eos):
-    row, target = run_chain(SIX, [eos], max_new_tokens=20, num_draft=4)
-    expected = list(range(5, eos + 1))
-    assert (row.ids, row.finish) == (expected, "stop")
-    plain, _ = decode(target, None, [[3]], DecodeSettings(max_new_tokens=20))
-    assert plain[0].ids == expected
-    assert 1 + sum(r.emitted for r in row.rounds) == len(expected)  # nothing behind it is counted
-    # 6, 7, 8, 9 are drafted: an end among them ends the round inside the draft.
-    expected_last = {5: [], 6: [(1, 1)], 7: [(2, 2)], 8: [(3, 3)], 9: [(4, 4)], 10: [(4, 5)]}
-    assert [(r.accepted, r.emitted) for r in row.rounds] == expected_last[eos]
-    assert row.alpha_count == sum(r.accepted for r in row.rounds)
-
-
-def test_p82_nothing_behind_the_end_token_is_left_in_the_cache():
-    target, caches = ScriptedTarget.chain(SIX, [7]), []
-    make = target.new_cache
-    target.new_cache = lambda *size: caches.append(make(*size)) or caches[-1]
-    drafter = Oracle({(3,): [5, 6, 7, 8, 9, 10]}, 64)
-    rows, _ = decode(target, drafter, [[3]], DecodeSettings(max_new_tokens=20, num_draft=4))
-    assert rows[0].ids == [5, 6, 7]
-    assert caches[0].lengths_B.tolist() == [3]  # 3, 5, 6: all but the last token
-
-
-STOP = {3: 10, 10: 11, 11: 12, 12: 20, 20: 21, 21: 22, 22: 23}
-
-
-@pytest.mark.parametrize("num_draft", [2, 5, 8])
-@pytest.mark.parametrize(
-    ("eos", "cap", "expected", "finish"),
-    [
-        (12, 5, [10, 11, 12], "stop"),
-        (20, 5, [10, 11, 12, 20], "stop"),
-        (21, 5, [10, 11, 12, 20, 21], "stop"),
-        (22, 5, [10, 11, 12, 20, 21], "length"),  # the end token lies beyond the cap
-        (10, 1, [10], "stop"),
-        (12, 1, [10], "length"),
-    ],
-)
-def test_p83_stop_goes_before_cap_and_nothing_passes_the_cap(num_draft, eos, cap, expected, finish):
-    row, _ = run_chain(STOP, [eos], max_new_tokens=cap, num_draft=num_draft)
-    assert (row.ids, row.finish) == (expected, finish)
-
-
-def test_stop_string_inside_a_block():
-    ids = ScriptedTarget.chain({}, []).tokenizer("abSTOPcd")["input_ids"]
-    chain = dict(zip([3, *ids], ids, strict=False))
-    target = ScriptedTarget.chain(chain, [], vocab_size=264)
-    drafter = Oracle({(3,): ids}, 264)
-    settings = DecodeSettings(max_new_tokens=20, num_draft=7, stop=("STOP",))
-    rows, _ = decode(target, drafter, [[3]], settings)
-    assert (target.tokenizer.decode(rows[0].ids), rows[0].finish) == ("abSTOP", "stop")
-
-
-@pytest.mark.parametrize("eos", [7, 8, 9])
-def test_p18_each_of_several_end_tokens_stops(eos):
-    chain = {3: 5, 5: 6, 6: eos, eos: 20}
-    row, _ = run_chain(chain, [7, 8, 9], max_new_tokens=9, num_draft=4)
-    assert (row.ids, row.finish) == ([5, 6, eos], "stop")
-
-
-def test_p18_target_lists_all_end_tokens_and_pads_with_one():
-    target = small_target(eos=(7, 8, 9))
-    assert target.eos_ids == [7, 8, 9]
-    assert isinstance(target.pad_id, int)
-    rows, _ = decode(target, None, PROMPTS, DecodeSettings(max_new_tokens=40))
-    assert any(row.finish == "stop" for row in rows)
-    assert all((row.ids[-1] in (7, 8, 9)) == (row.finish == "stop") for row in rows)
 
 
 def test_p88_nan_is_an_error_that_names_the_round():
@@ -320,96 +353,3 @@ def test_p89_exact_tie_goes_to_the_lower_id(drafted):
     settings = DecodeSettings(max_new_tokens=6, num_draft=3)
     rows, _ = decode(ScriptedTarget(table_VV, []), drafter, [[0]], settings)
     assert rows[0].ids == [3] * 6
-
-
-@pytest.mark.parametrize(("back", "left"), [(0, 3), (1, 2), (3, 0), (5, None)])
-def test_p90_rollback_by_length(back, left):
-    buffers = KVCache(1, 1, 8, 1, 2, torch.float32)
-    buffers.begin(3)
-    buffers.append(0, torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
-    buffers.advance(3)
-    if left is None:
-        with pytest.raises(ValueError, match="rollback"):
-            buffers.rollback(buffers.lengths_B - back)
-        left = 3
-    else:
-        buffers.rollback(buffers.lengths_B - back)
-    assert buffers.lengths_B.tolist() == [left]
-    buffers.begin(1)
-    keys, _ = buffers.append(0, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
-    assert keys[0, 0, :, 0].tolist() == [1.0] * left + [0.0]  # nothing stale is read
-
-
-@pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS[2]], ids=["1", "17"])
-def test_p91_positions_after_partial_acceptance(prompt, monkeypatch):
-    # Tokens: 1 from the prefill and 1, 2, 3, 4, 5, 1, 5 from the rounds.
-    target, counts = small_target(vocab_size=264, eos=257), [0, 1, 2, 3, 4, 0, 4]
-    answers = greedy_answers(target, [prompt], 22)
-    assert len(answers[tuple(prompt)]) == 22
-    seen = []
-    forward = target.forward
-
-    def spy(ids_BS, cache, aux_layers):
-        seen.append(int(cache.lengths_B[0]))
-        states = forward(ids_BS, cache, aux_layers)
-        assert cache.positions_BS[0, 0] == seen[-1]
-        return states
-
-    monkeypatch.setattr(target, "forward", spy)
-    drafter = Oracle(answers, 264, counts)
-    rows, _ = decode(target, drafter, [prompt], DecodeSettings(max_new_tokens=22, num_draft=4))
-    assert rows[0].ids == answers[tuple(prompt)]
-    assert [r.accepted for r in rows[0].rounds] == counts
-    committed = [len(prompt) + n for n in (1, 2, 4, 7, 11, 16, 17)]
-    assert seen == [0, *(n - 1 for n in committed)]
-
-
-def test_p91_drafter_cache_holds_all_committed_tokens_but_one(monkeypatch):
-    target = small_target()
-    drafter, states = random_eagle(target), []
-    start = drafter.start
-    monkeypatch.setattr(drafter, "start", lambda *a: states.append(start(*a)) or states[-1])
-    settings = DecodeSettings(max_new_tokens=14, num_draft=4)
-    rows, _ = decode(target, drafter, PROMPTS, settings)
-    expected = [len(p) + len(row.ids) - 1 for p, row in zip(PROMPTS, rows, strict=True)]
-    assert states[0].cache.lengths_B.tolist() == expected
-
-
-def test_p96_no_state_passes_from_prompt_to_prompt():
-    target = small_target()
-    drafter = LookupThen(Lookup(2, 3), random_eagle(target))
-    settings = DecodeSettings(max_new_tokens=15, num_draft=4)
-
-    def rounds(order):
-        found = {i: decode(target, drafter, [PROMPTS[i]], settings, [i])[0][0] for i in order}
-        return [found[i].rounds for i in range(3)]
-
-    assert rounds([0, 1, 2]) == rounds([2, 0, 1])
-    rows, _ = decode(target, random_eagle(target), PROMPTS, settings)
-    for row in rows:
-        room = 15 - 1
-        for r in row.rounds:
-            assert r.proposed == min(4, room - 1)  # 4, but never beyond the cap
-            room -= r.emitted
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
-def test_logits_after_any_history_are_those_of_a_fresh_pass(kind):
-    target = tiny_target(kind)
-    generator = torch.Generator().manual_seed(0)
-    buffers = target.new_cache(2, 64)
-    committed: list[list[int]] = [[], []]
-    for _ in range(8):
-        ids_BS = torch.randint(0, 264, (2, 5), generator=generator)
-        logits_BSV = target.logits(target.forward(ids_BS, buffers).hidden_BSH)
-        for b in range(2):
-            fresh_1S = torch.tensor([committed[b] + ids_BS[b].tolist()])
-            fresh_SV = target.logits(target.forward(fresh_1S).hidden_BSH)[0, -5:]
-            scale = float(fresh_SV.abs().max())
-            torch.testing.assert_close(logits_BSV[b], fresh_SV, atol=1e-5 * scale, rtol=0)
-        kept_B = torch.randint(0, 6, (2,), generator=generator)
-        buffers.advance(5)
-        buffers.rollback(buffers.lengths_B - 5 + kept_B)
-        for b in range(2):
-            committed[b] += ids_BS[b, : kept_B[b]].tolist()
-    assert buffers.lengths_B.tolist() == [len(c) for c in committed]
