@@ -49,6 +49,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def _answers_key(recipe: Recipe, target: Target) -> dict[str, Any]:
     fields = (
         "sources",
+        "columns",
         "num_prompts",
         "magpie_share",
         "max_prompt_tokens",
@@ -204,12 +205,7 @@ def _prompts(recipe: Recipe, target: Target, out_of_time: Callable[[], bool]) ->
     write_text(path, "".join(json.dumps(p) + "\n" for p in prompts))
     write_json(
         path.with_name("prompts_report.json"),
-        {
-            "read": report.read,
-            "kept": report.kept,
-            "drops": report.drops,
-            "magpie": wanted,
-        },
+        {**report.as_json(), "magpie": wanted},
     )
     return prompts
 

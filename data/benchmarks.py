@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.conversations import BadRow, normalize
-from data.prompt_rows import Prompt, cut_prompt, make_prompt, prompt_ngrams, read_rows
+from data.prompt_rows import Prompt, cut_prompt, make_prompt, prompt_ngrams
+from data.sources import read_rows
 from recipes.errors import UserError
 
 

@@ -23,12 +23,12 @@ from torch import Tensor
 from data import vocab as vocabulary
 from data.answers import answer_prompts, read_jsonl
 from data.batch import Row
-from data.benchmarks import benchmark_ngrams
-from data.conversations import BadRow, check_mask_share, render
+from data.conversations import MASK_RULE, check_mask_share
 from data.files import make_folder, require_disk, stable_hash, write_json, write_text
 from data.hidden_states import StateStore, bytes_per_token, capture_pass, manifest_of
 from data.progress import progress
-from data.prompts import load_prompts, split_heldout
+from data.prompts import split_heldout
+from data.source_rows import rows_of_source
 from data.target import Target
 from recipes.errors import UserError
 from recipes.schema import Recipe
@@ -82,7 +82,10 @@ def prepare(recipe: Recipe, target: Target) -> Prepared:
             rendering = [
                 section.max_length,
                 section.template_kwargs,
+                section.supervise,
+                section.train_on_thinking,
                 target.tokenizer.chat_template,
+                MASK_RULE,
             ]
             manifest["rows_of_the_source"] = stable_hash(rendering)
         store = StateStore(folder / "states", manifest)
@@ -90,7 +93,8 @@ def prepare(recipe: Recipe, target: Target) -> Prepared:
         answer_prompts(recipe, target, aux_layers, store)
         rows = _rows_from_responses(folder, section.keep_truncated)
     else:
-        rows = _rows_from_conversations(recipe, target)
+        rows, read = rows_of_source(section, target.tokenizer)
+        write_json(folder / "prompts_report.json", read.as_json())
     if not rows:
         raise UserError(f"{folder}: no rows; look at data.sources and data.max_prompt_tokens")
     train_ids, _ = split_heldout([r["id"] for r in rows], section.heldout_fraction)
@@ -193,45 +197,3 @@ def _rows_from_responses(folder: Path, keep_truncated: bool) -> list[dict[str, A
             }
         )
     return rows
-
-
-def _rows_from_conversations(recipe: Recipe, target: Target) -> list[dict[str, Any]]:
-    """Rows with the answers of the source itself (regenerate: false)."""
-    section, rows = recipe.data, []
-    drops: dict[str, int] = {}
-    conversations, _ = load_prompts(section, benchmark_ngrams(section.decontaminate))
-    for c in conversations:
-        try:
-            row = render(
-                target.tokenizer,
-                c["messages"],
-                c.get("tools"),
-                section.template_kwargs,
-                section.max_length,
-            )
-        except BadRow as bad:
-            drops[bad.reason] = drops.get(bad.reason, 0) + 1
-            continue
-        if not any(row.mask):
-            drops["no supervised token"] = drops.get("no supervised token", 0) + 1
-            continue
-        edges = [i for i in range(len(row.mask) + 1) if _bit(row.mask, i - 1) != _bit(row.mask, i)]
-        spans = [list(pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
-        rows.append(
-            {
-                "id": c["id"],
-                "ids": row.ids,
-                "spans": spans,
-                "finish": "stop",
-                "messages": c["messages"],
-            }
-        )
-    if drops:
-        log.warning("rows dropped: %s", "; ".join(f"{n} {reason}" for reason, n in drops.items()))
-    if not rows:
-        raise UserError(f"no row of data.sources {section.sources} can be used: {drops}")
-    return rows
-
-
-def _bit(mask: list[int], i: int) -> int:
-    return mask[i] if 0 <= i < len(mask) else 0

@@ -1,17 +1,14 @@
-"""One prompt: how it is read from files and the hub, cut from a conversation, and compared.
+"""One prompt: how it is made, cut from a conversation, and compared.
 
 Imported by the prompt book, the benchmarks and data/prompts.py, which loads a recipe's prompts.
 """
 
-import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from data.conversations import BadRow, Conversation, Message
 from data.files import stable_hash
-from recipes.errors import UserError
 
 _WORD = re.compile(r"\w+")
 
@@ -91,55 +88,3 @@ def prompt_ngrams(prompt: Prompt) -> set[str]:
     """The 8-grams of each message and turn; none reaches across two of them."""
     texts = [*(m["content"] for m in prompt["messages"]), *prompt.get("turns", [])]
     return set().union(*(ngrams(text) for text in texts))
-
-
-def read_rows(source: str) -> Sequence[Any]:
-    """Raw rows of a file (.jsonl, .json, .parquet) or of hub:ORG/NAME[:SPLIT].
-
-    Returns:
-        One entry a row: a dict, or a BadRow where a line of a .jsonl file is no JSON object.
-
-    Raises:
-        UserError: the file is missing, unreadable or of another kind; the hub set cannot be loaded.
-    """
-    if source.startswith("hub:"):
-        return _read_hub(source)
-    path = Path(source)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; give the path from the current folder")
-    try:
-        if path.suffix == ".jsonl":
-            lines = path.read_text(encoding="utf-8-sig").split("\n")  # not at U+2028 as splitlines
-            return [_parse_line(line) for line in lines if line.strip()]
-        if path.suffix == ".json":
-            rows = json.loads(path.read_text(encoding="utf-8-sig"))
-            if not isinstance(rows, list):
-                raise UserError(f"{path}: the file must hold a list of rows")
-            return rows
-        if path.suffix == ".parquet":
-            from pyarrow import parquet  # slow to import, needed here only
-
-            return parquet.read_table(path).to_pylist()
-    except (ValueError, OSError) as error:  # JSON, UTF-8 and Arrow errors are ValueErrors
-        raise UserError(f"{path}: cannot be read: {error}") from error
-    raise UserError(f"{path}: unknown kind of file; use .jsonl, .json or .parquet")
-
-
-def _parse_line(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return BadRow("not valid JSON")
-
-
-def _read_hub(source: str) -> Sequence[Any]:
-    import datasets  # takes seconds to import, needed here only
-
-    _, name, *split = source.split(":")
-    try:
-        return datasets.load_dataset(name, split=split[0] if split else "train")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(
-            f"{source}: cannot be loaded: {error}; check name and split, sign in with "
-            "`hf auth login` if the set is gated, or download it and give a file"
-        ) from error

@@ -4,24 +4,28 @@ Every row read is either kept or counted under the reason for which it was dropp
 """
 
 import hashlib
+import json
 import logging
-import random
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.book import book_prompts, book_size
 from data.conversations import BadRow, normalize
-from data.prompt_rows import Prompt, cut_prompt, ngrams, prompt_id, prompt_ngrams, read_rows
-from recipes.errors import UserError
+from data.prompt_rows import Prompt, cut_prompt, ngrams, prompt_id, prompt_ngrams
+from data.sources import shuffled_rows
 from recipes.data_section import DataSection
+from recipes.errors import UserError
 
 __all__ = ["Prompt", "PromptReport", "load_prompts", "magpie_count", "ngrams", "split_heldout"]
 
 CONTAMINATED = "shares an 8-gram with an evaluation task"
 DUPLICATE = "same content as an earlier row"
+NUM_SAMPLES = 3  # rows a reason
+SAMPLE_CHARS = 300
+MIN_READ = 50  # rows before the share of bad ones is judged
 
 logger = logging.getLogger("draftsmith")
 
@@ -33,6 +37,44 @@ class PromptReport:
     read: Counter[str] = field(default_factory=Counter)  # source -> rows looked at
     kept: Counter[str] = field(default_factory=Counter)  # source -> prompts taken
     drops: Counter[str] = field(default_factory=Counter)  # reason -> rows dropped
+    samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # reason -> some rows
+
+    def drop(self, reason: str, where: str, row: Any = None) -> None:
+        """Count a row under its reason; the first few, in shuffled order, are kept as samples."""
+        self.drops[reason] += 1
+        kept = self.samples.setdefault(reason, [])
+        if len(kept) < NUM_SAMPLES:
+            text = row if isinstance(row, str) else json.dumps(row, ensure_ascii=False, default=str)
+            kept.append({"where": where, "row": text[:SAMPLE_CHARS]})
+
+    def check_bad_share(self, largest: float) -> None:
+        """Stop where too many rows cannot be used; few rows say little, so MIN_READ are waited for.
+
+        Raises:
+            UserError: more than `largest` (data.max_bad_share) of the rows read, with the reasons.
+        """
+        bad = {r: n for r, n in self.drops.most_common() if r not in (CONTAMINATED, DUPLICATE)}
+        share = sum(bad.values()) / max(self.num_read, 1)
+        if self.num_read < MIN_READ or share <= largest:
+            return
+        reasons = "; ".join(
+            f"{count} {reason} (e.g. {self.samples[reason][0]['where']})"
+            for reason, count in list(bad.items())[:5]
+        )
+        raise UserError(
+            f"{sum(bad.values())} of {self.num_read} rows ({share:.0%}) cannot be used, more than "
+            f"data.max_bad_share {largest:.0%}: {reasons}; mend the source, name its columns in "
+            "data.columns, or raise the limit"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Form of RUN/data/prompts_report.json."""
+        return {
+            "read": dict(self.read),
+            "kept": dict(self.kept),
+            "drops": dict(self.drops.most_common()),
+            "samples": self.samples,
+        }
 
     @property
     def num_read(self) -> int:
@@ -99,12 +141,15 @@ def load_prompts(
         for source in list(queues):
             if len(prompts) >= wanted:
                 break
-            prompt = _next_kept(source, queues[source], prompts, blocked_ngrams, report)
+            prompt = _next_kept(
+                source, queues[source], prompts, blocked_ngrams, report, section.max_bad_share
+            )
             if prompt is None:
                 del queues[source]
             else:
                 prompts[prompt["id"]] = prompt
     logger.info("%s", report.summary())
+    report.check_bad_share(section.max_bad_share)
     if sources and not prompts:
         raise UserError(f"no prompt is left of data.sources {sources}: {report.summary()}")
     if len(prompts) < wanted:
@@ -134,27 +179,40 @@ def split_heldout(ids: list[str], fraction: float) -> tuple[set[str], set[str]]:
     return train - heldout, heldout
 
 
-def _candidates(source: str, section: DataSection) -> Iterator[Prompt | BadRow]:
+class _Dropped(NamedTuple):
+    """A row that is no prompt: why, and the raw row."""
+
+    reason: str
+    row: Any
+
+
+def _candidates(source: str, section: DataSection) -> Iterator[tuple[str, Prompt | _Dropped]]:
+    """Rows of a source in shuffled order, with where each stands."""
     if source == "book":
-        yield from book_prompts(book_size(), section.seed)
+        for number, prompt in enumerate(book_prompts(book_size(), section.seed), start=1):
+            yield f"book {number}", prompt
         return
-    rows = read_rows(source)
-    order = list(range(len(rows)))
-    random.Random(f"{section.seed} {source}").shuffle(order)
-    for i in order:
+    for number, row in shuffled_rows(source, section.seed, section.streaming):
+        where = f"{source} row {number}"
         try:
-            yield _to_prompt(rows[i], source, section.regenerate)
+            yield where, _to_prompt(row, source, section)
         except BadRow as error:
-            yield error
+            yield where, _Dropped(error.reason, row)
 
 
-def _to_prompt(row: Any, source: str, regenerate: bool) -> Prompt:
+def _to_prompt(row: Any, source: str, section: DataSection) -> Prompt:
     if isinstance(row, BadRow):
         raise row
     if not isinstance(row, dict):
         raise BadRow("not an object")
-    conversation = normalize(row)
-    if regenerate:
+    conversation = normalize(row, section.columns)
+    if "ids" in conversation:
+        if section.regenerate:
+            raise BadRow("token ids cannot be answered again (data.regenerate: true)")
+        ids, mask = conversation["ids"], conversation["mask"]
+        key = prompt_id([{"ids": ids, "mask": mask}], [])
+        return Prompt(id=key, messages=[], source=source, ids=ids, mask=mask)
+    if section.regenerate:
         return cut_prompt(conversation, source)
     messages, tools = conversation["messages"], conversation.get("tools")
     if all(message["role"] != "assistant" for message in messages):
@@ -167,20 +225,24 @@ def _to_prompt(row: Any, source: str, regenerate: bool) -> Prompt:
 
 def _next_kept(
     source: str,
-    queue: Iterator[Prompt | BadRow],
+    queue: Iterator[tuple[str, Prompt | _Dropped]],
     taken: dict[str, Prompt],
     blocked: AbstractSet[str],
     report: PromptReport,
+    max_bad_share: float,
 ) -> Prompt | None:
     """The next prompt of a source that is fit to use; the rows passed over are counted."""
-    for prompt in queue:
+    for where, prompt in queue:
         report.read[source] += 1
-        if isinstance(prompt, BadRow):
-            report.drops[prompt.reason] += 1
+        if isinstance(prompt, _Dropped):
+            row = None if isinstance(prompt.row, BadRow) else prompt.row
+            report.drop(prompt.reason, where, row)
+            if report.num_read % 1000 == 0:
+                report.check_bad_share(max_bad_share)
         elif prompt["id"] in taken:
-            report.drops[DUPLICATE] += 1
+            report.drop(DUPLICATE, where, prompt["messages"])
         elif blocked and not blocked.isdisjoint(prompt_ngrams(prompt)):
-            report.drops[CONTAMINATED] += 1
+            report.drop(CONTAMINATED, where, prompt["messages"])
         else:
             report.kept[source] += 1
             return prompt

@@ -1,10 +1,12 @@
 """Rows of chat data, in the shapes that people publish, to one form of conversation.
 
 Read here: OpenAI `messages` (with tools and tool calls), ShareGPT `conversations` (from/value),
-Alpaca `instruction`/`input`/`output`, and a plain `prompt` (with `response`).
+Alpaca `instruction`/`input`/`output`, a plain `prompt` (with `response`), and token `ids` with a
+loss `mask`. A `system` column goes before the first turn. Lists may be given as JSON text.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from data.files import stable_hash
@@ -17,11 +19,17 @@ _ROLES = {
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",  # its text is the call
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
     "reasoning_effort": "reasoning_effort",  # no turn: an argument of the template, see _split
 }
+_OPTIONAL = ("id", "tools", "system", "input", "output", "response")  # columns a row may lack
+_IDS = ("ids", "input_ids")
+_MASKS = ("mask", "loss_mask", "assistant_masks", "labels")
 _KEPT = ("name", "tool_call_id", "truncated")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -40,15 +48,19 @@ class Conversation(_Required, total=False):
     """
 
     tools: list[dict[str, Any]]
+    ids: list[int]  # a row that came as tokens has these and `mask`, and no messages
+    mask: list[int]
 
 
-def normalize(raw: dict[str, Any]) -> Conversation:
+def normalize(raw: dict[str, Any], columns: Mapping[str, str] | None = None) -> Conversation:
     """Bring one raw row into the common form.
 
     Args:
         raw: has `messages` (OpenAI), `conversations` (ShareGPT, from/value), `instruction` (Alpaca,
-            with `input` and `output`) or `prompt` (text). `tools` may be a list, its JSON text or
-            absent. `id` and `source` are kept.
+            with `input` and `output`), `prompt` (text) or `ids` and `mask` (tokens; or `labels`
+            with -100 for what is not learned). `tools` may be a list, its JSON text or absent.
+            `id` and `source` are kept.
+        columns: data.columns of the recipe; a name here -> the column's name in the row.
 
     Returns:
         The conversation. Without an `id` of its own it gets one from its content, so rows that
@@ -57,7 +69,14 @@ def normalize(raw: dict[str, Any]) -> Conversation:
     Raises:
         BadRow: the row has no usable shape.
     """
-    messages = [_message(item) for item in _raw_messages(raw)]
+    raw = _renamed(raw, columns) if columns else raw
+    if any(raw.get(key) is not None for key in _IDS):
+        return _tokens(raw)
+    keys = [(columns or {}).get(key, key) for key in ("role", "content")]
+    messages = [_message(item, *keys) for item in _raw_messages(raw)]
+    system = raw.get("system")
+    if isinstance(system, str) and system.strip() and messages and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
     turns = [m["role"] for m in messages if m["role"] not in ("system", "reasoning_effort")]
     if not messages:
         raise BadRow("no messages")
@@ -80,9 +99,10 @@ def normalize(raw: dict[str, Any]) -> Conversation:
 def _raw_messages(raw: dict[str, Any]) -> list[Any]:
     for key in ("messages", "conversations"):
         if raw.get(key) is not None:
-            if not isinstance(raw[key], list):
+            value = _parsed(raw[key], key)
+            if not isinstance(value, list):
                 raise BadRow(f"{key} is not a list")
-            return list(raw[key])
+            return value
     if isinstance(raw.get("instruction"), str):
         parts = [raw["instruction"], raw.get("input")]
         text = "\n\n".join(p for p in parts if isinstance(p, str) and p.strip())
@@ -90,7 +110,7 @@ def _raw_messages(raw: dict[str, Any]) -> list[Any]:
     elif isinstance(raw.get("prompt"), str):
         text, answer = raw["prompt"], raw.get("response")
     else:
-        raise BadRow("no messages, conversations, instruction or prompt")
+        raise BadRow("no messages, conversations, instruction, prompt or ids")
     if not text.strip():
         raise BadRow("empty prompt")
     messages = [{"role": "user", "content": text}]
@@ -99,22 +119,97 @@ def _raw_messages(raw: dict[str, Any]) -> list[Any]:
     return messages
 
 
-def _message(item: Any) -> Message:
+def _message(item: Any, role_key: str, content_key: str) -> Message:
     if not isinstance(item, dict):
         raise BadRow("a message is not an object")
-    name = item.get("role", item.get("from"))
+    name = item.get(role_key, item.get("from"))
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise BadRow(f"unknown role {name!r}")
-    message: Message = {"role": role, "content": _text(item.get("content", item.get("value")))}
+        raise BadRow(f"unknown role {name!r:.40}")
+    content = item.get(content_key, item.get("value"))
+    calls = _parsed(item.get("tool_calls"), "tool_calls") or []
+    if name == "function_call":
+        calls, content = [_parsed(content, "function_call")], None
+    elif item.get("function_call"):
+        calls = [item["function_call"]]
+    message: Message = {"role": role, "content": _text(content)}
     message |= {key: item[key] for key in _KEPT if item.get(key)}
-    for key in _REASONING:
-        if isinstance(item.get(key), str) and item[key]:
-            message["reasoning_content"] = item[key]
-            break
-    if item.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call) for call in item["tool_calls"]]
+    thoughts = [item[key] for key in _REASONING if isinstance(item.get(key), str) and item[key]]
+    thoughts += (
+        [_thought(part) for part in content if _is_thought(part)]
+        if isinstance(content, list)
+        else []
+    )
+    if thoughts:
+        message["reasoning_content"] = thoughts[0]
+    if calls:
+        if not isinstance(calls, list):
+            raise BadRow("tool_calls is not a list")
+        message["tool_calls"] = [_tool_call(call) for call in calls]
     return message
+
+
+def _is_thought(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("thinking", "reasoning")
+
+
+def _thought(part: dict[str, Any]) -> str:
+    text = part.get("thinking", part.get("text"))
+    if not isinstance(text, str):
+        raise BadRow("a thinking part without text")
+    return text
+
+
+def _renamed(raw: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The mapped columns under the names used here, with the row's id and source."""
+    result = {key: raw[key] for key in ("id", "source") if key in raw}
+    for key, column in columns.items():
+        if key in ("role", "content"):
+            continue
+        if column in raw:
+            result[key] = raw[column]
+        elif key not in _OPTIONAL:
+            raise BadRow(f"no column {column!r}, which data.columns names for {key}")
+    # With the fields of a message alone renamed, the columns are the row's own.
+    return result if result.keys() - {"id", "source"} else raw
+
+
+def _parsed(value: Any, name: str) -> Any:
+    """A list or object, which some files (CSV) hold as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        raise BadRow(f"{name} is not JSON") from None
+
+
+def _tokens(raw: dict[str, Any]) -> Conversation:
+    ids = _parsed(next(raw[key] for key in _IDS if raw.get(key) is not None), "ids")
+    name = next((key for key in _MASKS if raw.get(key) is not None), None)
+    if name is None:
+        raise BadRow("ids without a mask or labels")
+    mask = _parsed(raw[name], name)
+    for values in (ids, mask):
+        if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+            raise BadRow("ids and mask are not lists of whole numbers")
+    if len(ids) != len(mask) or not ids:
+        raise BadRow("ids and mask differ in length or are empty")
+    if name == "labels":
+        if any(label not in (-100, token) for label, token in zip(mask, ids, strict=True)):
+            raise BadRow("labels are neither the ids nor -100; are they shifted?")
+        mask = [int(label != -100) for label in mask]
+    mask = [int(value) for value in mask]
+    if min(ids) < 0 or not set(mask) <= {0, 1}:
+        raise BadRow("a negative id, or a mask of other values than 0 and 1")
+    given = raw.get("id")
+    return {
+        "id": stable_hash([ids, mask]) if given in (None, "") else str(given),
+        "messages": [],
+        "source": str(raw.get("source") or ""),
+        "ids": ids,
+        "mask": mask,
+    }
 
 
 def _text(content: Any) -> str:
@@ -125,6 +220,7 @@ def _text(content: Any) -> str:
         return content
     if not isinstance(content, list):
         raise BadRow("content is neither text nor a list of parts")
+    content = [part for part in content if not _is_thought(part)]
     for part in content:
         if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
             raise BadRow("content has a part that is not text")

@@ -11,10 +11,11 @@ from data import benchmarks, prompts
 from data.benchmarks import BENCHMARKS, benchmark_ngrams, read_prompt_file
 from data.book import book_prompts, book_size
 from data.book_code import code_tasks
-from data.prompt_rows import cut_prompt, ngrams, prompt_ngrams, read_rows
+from data.prompt_rows import cut_prompt, ngrams, prompt_ngrams
 from data.prompts import load_prompts, magpie_count, split_heldout
-from recipes.errors import UserError
+from data.sources import read_rows
 from recipes.data_section import DataSection
+from recipes.errors import UserError
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> str:
@@ -262,12 +263,12 @@ def test_files_are_read_or_refused_by_name(tmp_path: Path) -> None:
     assert read_rows(str(tmp_path / "rows.json")) == rows
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
-    assert read_rows(str(tmp_path / "rows.jsonl")) == rows
+    assert list(read_rows(str(tmp_path / "rows.jsonl"))) == rows
 
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
     parquet.write_table(table, tmp_path / "rows.parquet")
-    assert read_rows(str(tmp_path / "rows.parquet")) == rows
+    assert list(read_rows(str(tmp_path / "rows.parquet"))) == rows
 
     (tmp_path / "broken.json").write_text("[1,")
     (tmp_path / "broken.parquet").write_text("no parquet")
@@ -285,8 +286,9 @@ def test_hub_source_is_loaded_by_name_and_split(monkeypatch: pytest.MonkeyPatch)
     rows = datasets.Dataset.from_list([{"prompt": "A"}, {"prompt": "B"}])
     calls = []
 
-    def load_dataset(name: str, split: str) -> Any:
-        calls.append((name, split))
+    def load_dataset(name: str, *config: str, split: str, streaming: bool) -> Any:
+        assert not streaming
+        calls.append((name, *config, split))
         if name == "org/none":
             raise datasets.exceptions.DatasetNotFoundError("not there")
         return rows
@@ -295,6 +297,8 @@ def test_hub_source_is_loaded_by_name_and_split(monkeypatch: pytest.MonkeyPatch)
     assert sorted(texts(load_prompts(section(["hub:org/set:train_sft"]))[0])) == ["A", "B"]
     assert load_prompts(section(["hub:org/set"], 1))[1].num_read == 1
     assert calls == [("org/set", "train_sft"), ("org/set", "train")]
+    load_prompts(section(["hub:org/set/fr:train"]))
+    assert calls[-1] == ("org/set", "fr", "train")
     with pytest.raises(UserError, match="hub:org/none: cannot be loaded: not there"):
         load_prompts(section(["hub:org/none"]))
 

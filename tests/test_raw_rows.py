@@ -98,7 +98,7 @@ def test_plain_prompt_and_own_id():
     assert row == {"id": "7", "source": "mine", "messages": [{"role": "user", "content": "hi"}]}
     with pytest.raises(BadRow, match="empty prompt"):
         normalize({"prompt": "  "})
-    with pytest.raises(BadRow, match="no messages, conversations, instruction or prompt"):
+    with pytest.raises(BadRow, match="no messages, conversations, instruction, prompt or ids"):
         normalize({"text": "hi"})
 
 

@@ -1,0 +1,87 @@
+"""Training rows with the answers of the source itself (data.regenerate: false)."""
+
+import logging
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data.benchmarks import benchmark_ngrams
+from data.conversations import BadRow, Row, render
+from data.prompts import Prompt, PromptReport, load_prompts
+from recipes.data_section import DataSection
+from recipes.errors import UserError
+
+log = logging.getLogger("draftsmith")
+
+
+def rows_of_source(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[dict[str, Any]], PromptReport]:
+    """Rows in the form of rows.jsonl (without `split`), and what became of each row read.
+
+    Raises:
+        UserError: a source cannot be read, too many rows cannot be used, or none is left.
+    """
+    conversations, report = load_prompts(section, benchmark_ngrams(section.decontaminate))
+    num_tokens = sum("ids" in c for c in conversations)
+    if num_tokens and section.decontaminate:
+        log.warning("%d rows came as tokens: not compared with evaluation tasks", num_tokens)
+    rows = list(_rendered(conversations, section, tokenizer, report))
+    report.check_bad_share(section.max_bad_share)
+    if not rows:
+        raise UserError(f"no row of data.sources {section.sources} can be used: {report.summary()}")
+    return rows, report
+
+
+def _rendered(
+    conversations: list[Prompt],
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    report: PromptReport,
+) -> Iterator[dict[str, Any]]:
+    for c in conversations:
+        try:
+            row = (
+                _given(c, section, len(tokenizer)) if "ids" in c else _render(c, section, tokenizer)
+            )
+        except BadRow as bad:
+            report.kept[c["source"]] -= 1
+            report.drop(bad.reason, f"{c['source']} id {c['id']}", c["messages"])
+            continue
+        result = {
+            "id": c["id"],
+            "ids": row.ids,
+            "spans": spans_of(row.mask),
+            "finish": "stop",
+            "messages": c["messages"],
+        }
+        yield result | ({"tools": c["tools"]} if "tools" in c else {})
+
+
+def _render(c: Prompt, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Row:
+    return render(
+        tokenizer,
+        c["messages"],
+        c.get("tools"),
+        section.template_kwargs,
+        section.max_length,
+        section.supervise,
+        section.train_on_thinking,
+    )
+
+
+def _given(c: Prompt, section: DataSection, num_ids: int) -> Row:
+    ids, mask = c["ids"][: section.max_length], c["mask"][: section.max_length]
+    if max(ids) >= num_ids:
+        raise BadRow("a token id outside the target's tokenizer")
+    if not any(mask):
+        raise BadRow("nothing supervised within max_length")
+    return Row(ids, mask)
+
+
+def spans_of(mask: list[int]) -> list[list[int]]:
+    """Half-open ranges of the ones in a mask."""
+    edges = [i for i, (a, b) in enumerate(pairwise([0, *mask, 0])) if a != b]
+    return [list(pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
