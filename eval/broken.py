@@ -28,6 +28,10 @@ class Fault(NamedTuple):
     applies: Callable[[VerifyInputs], bool]
     verify: Callable[[VerifyInputs], Verdict]
 
+    def judge(self, x: VerifyInputs) -> Verdict:
+        """For use in the loop: right in rounds where it does not apply (no proposal, say)."""
+        return self.verify(x) if self.applies(x) else token_rule(x)
+
 
 def token_rule(x: VerifyInputs) -> Verdict:
     """The rule that the others are broken versions of."""

@@ -115,8 +115,10 @@ def pit_p_value(columns: Sequence[Sequence[float]]) -> float | None:
 
 def ks_distance(values: Sequence[float]) -> float:
     """Largest distance between the values' distribution function and that of U(0, 1)."""
-    n = len(values)
-    return max(max((i + 1) / n - x, x - i / n) for i, x in enumerate(sorted(values)))
+    ordered_N = torch.tensor(values, dtype=torch.float64).sort().values
+    below_N = torch.arange(len(values), dtype=torch.float64) / len(values)
+    above_N = below_N + 1 / len(values)
+    return float(torch.maximum(above_N - ordered_N, ordered_N - below_N).max())
 
 
 def ks_p_value(values: Sequence[float]) -> float | None:

@@ -1,0 +1,58 @@
+"""Certificates of all drafters of a run, written to RESULTS/certificate_NAME.json."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from data.files import write_json
+from data.progress import progress
+from eval.certify import NUM_TOKENS, Certificate, certify, num_drawn
+from eval.measure import check_prompts, greedy_check, num_batches, render_all
+from eval.results import Plan, make_drafters
+from eval.sweep import load_target
+from eval.tasks import Task
+from recipes.errors import UserError
+
+
+def certificate_path(plan: Plan, name: str) -> Path:
+    """File of one of eval.drafters."""
+    return plan.results / f"certificate_{name}.json"
+
+
+def run_certificates(
+    plan: Plan, tasks: Sequence[Task], num_tokens: int = NUM_TOKENS
+) -> list[Certificate]:
+    """Certify all of eval.drafters on the first turns of the tasks' prompts and write the files.
+
+    Greedy tokens are compared in float32 whatever the recipe's dtype, on eval.greedy_check_prompts
+    prompts; the law is that of the recipe's dtype.
+
+    Raises:
+        UserError: the tasks have no prompts.
+    """
+    recipe = plan.recipe
+    section, kwargs, names = recipe.eval, recipe.data.template_kwargs, recipe.eval.drafters
+    prompts = check_prompts(tasks, sum(len(task.prompts) for task in tasks))
+    if not prompts:
+        raise UserError("eval.tasks: no prompts to certify on; name a task that has some")
+    target = load_target(recipe)
+    exact = target if target.dtype == torch.float32 else load_target(recipe, "float32")
+    few = prompts[: section.greedy_check_prompts]
+    greedy = {}
+    if few:
+        total = num_batches(len(few), len(names), section.batch_size)
+        with progress(total, "greedy check in float32") as advance:
+            drafters = make_drafters(plan, exact, names)
+            greedy = greedy_check(exact, drafters, few, section, kwargs, advance)
+    del exact
+    ids, found = render_all(target, prompts, kwargs), []
+    for name, drafter in make_drafters(plan, target, names).items():
+        total = num_drawn(section, name, num_tokens)
+        with progress(total, f"{name}: tokens drawn") as advance:
+            certificate = certify(
+                target, name, drafter, ids, section, greedy.get(name), num_tokens, advance
+            )
+        write_json(certificate_path(plan, name), certificate)
+        found.append(certificate)
+    return found
