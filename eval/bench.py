@@ -14,22 +14,12 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from data.files import read_json, write_json
-from data.progress import progress
-from data.target import Target
-from eval.lossless import GreedyComparison
-from eval.measure import Measured, check_prompts, greedy_check, measure, num_batches
+from data.files import read_json
+from eval import serving
 from eval.report import COLUMNS, make_rows, sort_rows
-from eval.results import (
-    Plan,
-    is_done,
-    make_drafters,
-    make_record,
-    make_settings,
-    read_heldout,
-    result_path,
-)
-from eval.tasks import Task, load_task
+from eval.results import Plan
+from eval.roofline import DEVICES
+from eval.sweep import Point, find_todo, load_tasks, make_points, need_export, run_points
 from recipes.errors import UserError
 from recipes.keys import apply_override, describe_errors
 from recipes.schema import Recipe, load_recipe
@@ -37,13 +27,17 @@ from recipes.schema import Recipe, load_recipe
 EXAMPLES = """examples:
   python eval/bench.py recipes/smollm2.yaml
   python eval/bench.py recipes/smollm2.yaml --tasks mt_bench:20,heldout:16 --temperature 0,1
+  python eval/bench.py recipes/smollm2.yaml --batch-size 1,2,4,8 --num-draft-tokens 1,2,3,4
+  python eval/bench.py recipes/smollm2.yaml --plan
   python eval/bench.py recipes/smollm2.yaml eval.draft_sampling=sampled target.dtype=float32
   python eval/bench.py --target Qwen/Qwen3-8B --drafter outputs/qwen3-8b/export --tasks gsm8k:50
   accelerate launch --num_processes 1 eval/bench.py recipes/qwen3.yaml --batch-size 8
 
-A drafter is read from the exported folder (RUN/export), never from a checkpoint. Each drafter and
-temperature gives one file RESULTS/<drafter>_T<temperature>.json; those that are newer than the
-export and have the same settings are not measured again. Compare them with eval/leaderboard.py."""
+A drafter is read from the exported folder (RUN/export), never from a checkpoint. Each drafter,
+temperature, batch size and number of draft tokens gives one file in RESULTS, whose name ends in a
+hash of all settings; files that are newer than the export are not measured again. Compare them with
+eval/leaderboard.py. --plan measures costs and acceptance in a minute, predicts the speedup of
+1 to 16 draft tokens, and writes RESULTS/plan.json with the number to serve with."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -56,16 +50,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--drafter", type=Path, help="exported folder (default: RUN/export)")
     parser.add_argument("--tasks", help="e.g. mt_bench:40,humaneval,gsm8k,heldout,FILE.jsonl")
     parser.add_argument("--temperature", help="e.g. 0,1")
-    parser.add_argument("--num-draft-tokens", help="tokens proposed a round")
+    parser.add_argument("--num-draft-tokens", help="tokens proposed a round; several: 1,2,4")
     parser.add_argument("--max-new-tokens", help="tokens an answer, at most")
-    parser.add_argument("--batch-size", help="prompts side by side; 1 measures latency")
+    parser.add_argument("--batch-size", help="prompts side by side; 1 = latency; several: 1,8,32")
+    parser.add_argument("--repeats", help="timed runs of each prompt")
+    parser.add_argument("--oracle", action="store_true", help="time a perfect drafter, too (T=0)")
     parser.add_argument("--out", type=Path, help="folder of the results (default: RUN/results)")
     parser.add_argument("--force", action="store_true", help="measure again what is there")
+    parser.add_argument("--plan", action="store_true", help="how many tokens to draft when serving")
+    names = [device.name for device in DEVICES]
+    parser.add_argument("--device", choices=names, help="with --plan: the roofline's device")
     return parser.parse_intermixed_args()
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """The recipe with the options on top of it.
+    """The recipe with the options on top of it; of a swept option the first value.
 
     Raises:
         UserError: neither a recipe nor a target and a drafter; a bad key or value.
@@ -77,9 +76,11 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         if (value := getattr(arguments, key)) is not None:
             listed = "[" + ", ".join(value.split(",")) + "]"
             overrides.append(f"eval.{key.removesuffix('s')}s={listed}")
-    for key in ("num_draft_tokens", "max_new_tokens", "batch_size"):
+    for key in ("num_draft_tokens", "max_new_tokens", "batch_size", "repeats"):
         if (value := getattr(arguments, key)) is not None:
-            overrides.append(f"eval.{key}={value}")
+            overrides.append(f"eval.{key}={value.split(',')[0]}")
+    if arguments.oracle:
+        overrides.append("eval.oracle=true")
     if arguments.target is None:
         if len(files) != 1:
             raise UserError("name one recipe, or --target and --drafter; see --help")
@@ -96,6 +97,23 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     return Plan(recipe, name, run_dir, export, arguments.out or run_dir / "results")
 
 
+def swept(text: str | None, default: int, option: str) -> list[int]:
+    """The values of an option that may hold several, each once.
+
+    Raises:
+        UserError: a value is no number from 1, or stands twice.
+    """
+    if text is None:
+        return [default]
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise UserError(f"{option} {text}: give numbers from 1, with commas between them")
+    values = [int(word) for word in words]
+    if len(set(values)) < len(values):
+        raise UserError(f"{option} {text}: a number stands twice; give each once")
+    return values
+
+
 def _recipe_without_file(target: str, overrides: list[str]) -> Recipe:
     values: dict[Any, Any] = {
         "name": "bench",
@@ -109,93 +127,30 @@ def _recipe_without_file(target: str, overrides: list[str]) -> Recipe:
         raise UserError(describe_errors(error, Recipe, "(none)", keys)) from error
 
 
-def load_tasks(plan: Plan) -> list[Task]:
-    """All tasks of the recipe, before any model is loaded."""
-    specs = plan.recipe.eval.tasks
-    heldout = None
-    if any(spec.partition(":")[0] == "heldout" for spec in specs):
-        heldout = read_heldout(plan.run_dir / "data" / "rows.jsonl")
-    return [load_task(spec, heldout) for spec in specs]
-
-
-def load_target(recipe: Recipe, dtype: str | None = None) -> Target:
-    """The target with the recipe's chat template."""
-    target = Target.load(recipe.target, dtype)
-    if recipe.data.chat_template is not None:
-        text = recipe.data.chat_template.read_text(encoding="utf-8")
-        target.tokenizer.chat_template = text
-    return target
-
-
-def run(plan: Plan, force: bool) -> list[Path]:
-    """Measure what is not done and return all result files."""
-    section = plan.recipe.eval
-    if set(section.drafters) != {"lookup"} and not (plan.export / "config.json").is_file():
-        raise UserError(
-            f"{plan.export}: no exported drafter here; make it with "
-            f"`python train/export.py {plan.run_dir}` (after train/distill.py)"
-        )
+def measure_all(points: list[Point], plan: Plan, force: bool) -> None:
+    """Measure what is not there yet, and say where everything lies."""
     tasks = load_tasks(plan)
-    todo = {
-        t: [n for n in section.drafters if force or not is_done(plan, n, t, tasks)]
-        for t in section.temperatures
-    }
-    for t, names in todo.items():
-        for name in set(section.drafters) - set(names):
-            print(f"{result_path(plan, name, t)} is up to date (--force measures again)")
-    if any(todo.values()):
-        checks = check_in_float32(plan, tasks, todo.get(0.0, []))
-        target = load_target(plan.recipe)
-        for t, names in todo.items():
-            if names:
-                measure_all(plan, target, names, tasks, t, checks)
-    return [result_path(plan, n, t) for n in section.drafters for t in section.temperatures]
-
-
-def check_in_float32(
-    plan: Plan, tasks: Sequence[Task], names: Sequence[str]
-) -> dict[str, GreedyComparison]:
-    """Greedy identity on some prompts, where the measurement itself is not in float32."""
-    recipe = plan.recipe
-    prompts = check_prompts(tasks, recipe.eval.greedy_check_prompts)
-    if not names or not prompts or make_settings(recipe, 0.0)["dtype"] == "float32":
-        return {}
-    target = load_target(recipe, "float32")
-    drafters = make_drafters(plan, target, names)
-    total = num_batches(len(prompts), len(names), recipe.eval.batch_size)
-    kwargs = recipe.data.template_kwargs
-    with progress(total, "greedy check in float32") as advance:
-        return greedy_check(target, drafters, prompts, recipe.eval, kwargs, advance)
-
-
-def measure_all(
-    plan: Plan,
-    target: Target,
-    names: Sequence[str],
-    tasks: Sequence[Task],
-    temperature: float,
-    checks: dict[str, GreedyComparison],
-) -> None:
-    """Measure drafters on all tasks at one temperature and write their records."""
-    section, kwargs = plan.recipe.eval, plan.recipe.data.template_kwargs
-    drafters = make_drafters(plan, target, names)
-    by_task: dict[str, dict[str, Measured]] = {}
-    for task in tasks:
-        total = num_batches(len(task.prompts), len(names), section.batch_size)
-        with progress(total, f"T={temperature:g} {task.name}") as advance:
-            by_task[task.name] = measure(
-                target, drafters, task, section, temperature, kwargs, advance
-            )
-    for name in names:
-        measured = {task: found[name] for task, found in by_task.items()}
-        record = make_record(plan, target, name, temperature, measured, checks.get(name))
-        write_json(result_path(plan, name, temperature), record)
+    todo = points if force else find_todo(points, tasks)
+    for point in points:
+        if point not in todo:
+            print(f"{point.path} is up to date (--force measures again)")
+    try:
+        run_points(todo, tasks)
+    except KeyboardInterrupt:
+        num_done = len(points) - len(find_todo(points, tasks))
+        same = "the same command without --force" if force else "the same command"
+        print(
+            f"\nstopped: {num_done} of {len(points)} results are written and stay; {same} "
+            "goes on with the rest",
+            file=sys.stderr,
+        )
+        sys.exit(130)
 
 
 def show(paths: Sequence[Path]) -> None:
     """Print the main columns of the results."""
-    wanted = ("drafter", "temperature", "tau", "acceptance_rate", "tokens_per_second",
-              "baseline_tokens_per_second", "speedup", "lossless")  # fmt: skip
+    wanted = ("drafter", "temperature", "batch_size", "num_draft_tokens", "tau", "acceptance_rate",
+              "tokens_per_second", "baseline_tokens_per_second", "speedup", "lossless")  # fmt: skip
     columns = [column for column in COLUMNS if column.key in wanted]
     table = Table("Task", *(column.title for column in columns))
     rows = [row for path in paths for row in make_rows(read_json(path), str(path))]
@@ -205,14 +160,23 @@ def show(paths: Sequence[Path]) -> None:
 
 
 def main() -> None:
-    """Measure and say where the results lie."""
+    """Measure and say where the results lie, or plan."""
     arguments = parse_arguments()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("eval/bench.py runs in one process: accelerate launch --num_processes 1")
     plan = make_plan(arguments)
-    paths = run(plan, arguments.force)
-    show(paths)
-    print("\n".join(str(path) for path in paths))
+    section = plan.recipe.eval
+    sizes = swept(arguments.batch_size, section.batch_size, "--batch-size")
+    lengths = swept(arguments.num_draft_tokens, section.num_draft_tokens, "--num-draft-tokens")
+    need_export(plan)
+    if arguments.plan:
+        path, advice = serving.make_plan(plan, load_tasks(plan), sizes, arguments.device)
+        print(serving.to_text(read_json(path)), advice, str(path), sep="\n")
+        return
+    points = make_points(plan, sizes, lengths)
+    measure_all(points, plan, arguments.force)
+    show([point.path for point in points])
+    print("\n".join(str(point.path) for point in points))
     print(f"compare: python eval/leaderboard.py {plan.results} --out {plan.run_dir / 'report'}")
 
 
@@ -225,8 +189,5 @@ if __name__ == "__main__":
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print(
-            "\nstopped. Results written so far are whole; the same command goes on with the rest",
-            file=sys.stderr,
-        )
+        print("\nstopped before anything was measured", file=sys.stderr)
         sys.exit(130)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.record import AcceptanceResult
+from eval.record import AcceptanceResult, CategoryResult, TurnResult
 from recipes.errors import UserError
 
 NUM_RESAMPLES = 2000
@@ -32,6 +32,7 @@ class PromptRecord:
     seconds: decoding time of this turn, device synchronised, without the prefill.
     ends_inside_draft: the last round met the end token among its accepted tokens, so it
         emitted no token after them.
+    accepted_before_stop: the accepted tokens of each round before the answer was cut at its end.
     """
 
     prompt_id: str
@@ -44,6 +45,7 @@ class PromptRecord:
     alpha_count: int = 0
     seconds: float = 0.0
     ends_inside_draft: bool = False
+    accepted_before_stop: list[int] | None = None
 
 
 class Speedup(NamedTuple):
@@ -73,6 +75,7 @@ def aggregate(records: Sequence[PromptRecord], seed: int = 0) -> AcceptanceResul
     accepted: list[int] = []
     emitted_by_prompt: dict[str, int] = {}
     rounds_by_prompt: dict[str, int] = {}
+    before_stop = 0
     num_missing = 0
     for record in records:
         if record.proposed is None or record.accepted is None:
@@ -81,6 +84,7 @@ def aggregate(records: Sequence[PromptRecord], seed: int = 0) -> AcceptanceResul
         _check_rounds(record.proposed, record.accepted, record)
         proposed += record.proposed
         accepted += record.accepted
+        before_stop += sum(record.accepted_before_stop or record.accepted)
         num_rounds = len(record.accepted)
         emitted = sum(record.accepted) + num_rounds - int(record.ends_inside_draft)
         name = record.prompt_id
@@ -108,6 +112,7 @@ def aggregate(records: Sequence[PromptRecord], seed: int = 0) -> AcceptanceResul
         "tau": _ratio(sum(emitted_by_prompt.values()), num_rounds),
         "tau_ci95": _interval(_resampled_ratio(emitted_C, rounds_C, _draws(len(rounds_C), seed))),
         "tau_mean_of_prompts": _ratio(sum(taus), len(taus)),
+        "tau_before_stop": _ratio(before_stop + num_rounds, num_rounds),
         "survival": [count / num_rounds for count in survivors],
         "conditional": [
             _ratio(count, before)
@@ -162,6 +167,36 @@ def speedup(
             if num_tokens != tokens_by_turn[1][turn]
         ],
     )
+
+
+def by_category(
+    baseline: Sequence[PromptRecord], records: Sequence[PromptRecord], seed: int = 0
+) -> dict[str, CategoryResult]:
+    """Acceptance and speedup of the prompts of each category, in order of first appearance.
+
+    Prompts without a category are in none, so the categories need not add up to the task.
+    """
+    found: dict[str, CategoryResult] = {}
+    for name in dict.fromkeys(r.category for r in records if r.category is not None):
+        ours = [r for r in records if r.category == name]
+        theirs = [r for r in baseline if r.category == name]
+        rates = aggregate(ours, seed)
+        found[name] = {
+            "num_rounds": rates["num_rounds"],
+            "tau": rates["tau"],
+            "tau_ci95": rates["tau_ci95"],
+            "speedup": speedup(theirs, ours, seed).speedup,
+        }
+    return found
+
+
+def by_turn(records: Sequence[PromptRecord], seed: int = 0) -> list[TurnResult]:
+    """Acceptance of each turn of the conversations, turn 1 first."""
+    found: list[TurnResult] = []
+    for turn in sorted({record.turn for record in records}):
+        rates = aggregate([record for record in records if record.turn == turn], seed)
+        found.append({"turn": turn + 1, "tau": rates["tau"], "num_rounds": rates["num_rounds"]})
+    return found
 
 
 def _check_rounds(proposed: list[int], accepted: list[int], record: PromptRecord) -> None:

@@ -25,6 +25,7 @@ class Identity(TypedDict):
     method: str
     drafter_params: Count | None
     trained_tokens: Count | None
+    train_minutes: NotRequired[FiniteFloat | None]
     commit: str | None
     versions: dict[str, str]
     hardware: str
@@ -61,6 +62,7 @@ class AcceptanceResult(TypedDict):
     tau: FiniteFloat | None  # emitted / rounds, with the bonus token, pooled over all rounds
     tau_ci95: list[FiniteFloat] | None  # cluster bootstrap over prompts
     tau_mean_of_prompts: FiniteFloat | None  # mean of each prompt's own tau: not the headline
+    tau_before_stop: NotRequired[FiniteFloat | None]  # as engines count: answers not cut at the end
     survival: list[FiniteFloat]  # s_i = P(accepted >= i), i = 1, 2, ..., over all rounds
     conditional: list[FiniteFloat | None]  # c_i = s_i / s_(i-1), with s_0 = 1
 
@@ -75,6 +77,40 @@ class MsPerRound(TypedDict):
     bookkeeping: NotRequired[FiniteFloat | None]  # the rest of the loop
 
 
+class CategoryResult(TypedDict):
+    """The prompts of one category."""
+
+    num_rounds: Count | None
+    tau: FiniteFloat | None
+    tau_ci95: list[FiniteFloat] | None
+    speedup: FiniteFloat | None
+
+
+class TurnResult(TypedDict):
+    """One turn of all conversations; the first is 1."""
+
+    turn: Count
+    tau: FiniteFloat | None
+    num_rounds: Count | None
+
+
+class PredictedPoint(TypedDict):
+    """What acceptance by position and times by size predict (eval.theory)."""
+
+    num_draft_tokens: Count
+    speedup: FiniteFloat
+    tau: FiniteFloat
+
+
+class Contamination(TypedDict):
+    """Prompts of the task that share an 8-gram with a prompt that the drafter was trained on."""
+
+    num_prompts: Count
+    num_training_prompts: Count
+    num_overlapping: Count
+    share: FiniteFloat | None
+
+
 class TaskResult(AcceptanceResult):
     """All that is measured on one task."""
 
@@ -87,6 +123,23 @@ class TaskResult(AcceptanceResult):
     baseline_ms_per_token: FiniteFloat | None  # between two tokens of one answer
     predicted_speedup: FiniteFloat | None  # from conditional and the measured costs
     predicted_from_alpha: FiniteFloat | None  # from alpha alone, as if each position had it
+    predicted_curve: NotRequired[list[PredictedPoint]]  # for 1, 2, ... draft tokens
+    cost_ratio: NotRequired[FiniteFloat | None]  # c: time a drafted token / time a plain token
+    oracle_speedup: NotRequired[FiniteFloat | None]  # of the target's own tokens at this cost
+    oracle_share: NotRequired[FiniteFloat | None]  # speedup / oracle_speedup
+    alpha_teacher_forced: NotRequired[FiniteFloat | None]  # sum_v min(p, q) along plain answers
+    top1_agreement: NotRequired[FiniteFloat | None]  # argmax p = argmax q, at the same positions
+    per_category: NotRequired[dict[str, CategoryResult]]
+    per_turn: NotRequired[list[TurnResult]]
+    contamination: NotRequired[Contamination | None]  # null without the training prompts
+    speedup_by_repeat: NotRequired[list[FiniteFloat]]
+    prefill_ms: NotRequired[FiniteFloat | None]  # a turn, not part of any round
+    baseline_prefill_ms: NotRequired[FiniteFloat | None]
+    task_hash: NotRequired[str]  # of prompts and order (eval.tasks)
+    turns: NotRequired[Count]  # user turns answered of each prompt, at most
+    repeats: NotRequired[Count]  # timed runs of each prompt
+    same_as_baseline: NotRequired[str | None]  # T=0: "x/y" turns with the baseline's tokens
+    other_lengths: NotRequired[list[list[object]]]  # [prompt, turn, baseline tokens, tokens]
 
 
 class Lossless(TypedDict):

@@ -1,6 +1,8 @@
 """The files of a measurement: what is measured, what a record says, and whether it is there.
 
-A file `results/<drafter>_T<temperature>.json` holds one drafter at one temperature on all tasks.
+A file `<drafter>_T<temperature>_K<draft tokens>_B<batch size>_<hash>.json` in the results folder
+holds one drafter under one group of settings on all tasks. The hash is of all settings and tasks,
+so different settings never share a file.
 """
 
 import json
@@ -11,16 +13,17 @@ from typing import Any, NamedTuple
 import torch
 
 from data.conversations import Conversation
-from data.files import read_json
+from data.files import read_json, stable_hash
 from data.provenance import ROOT, git_state, hardware, versions
 from data.target import Target, resolve_device, resolve_dtype
 from drafters.base import DecodingDrafter
 from drafters.export_info import TargetInfo, load_info
 from drafters.lookup import Lookup, LookupThen
 from drafters.vllm_format import load
-from eval.lossless import GreedyComparison, ks_p_value
-from eval.measure import Measured, count_text
+from eval.lossless import GreedyComparison, pit_p_value
+from eval.measure import ORACLE_OF, Measured
 from eval.record import SCHEMA, ResultRecord, validate
+from eval.task_result import count_text
 from eval.tasks import Task
 from recipes.errors import UserError
 from recipes.schema import Recipe
@@ -36,8 +39,8 @@ class Plan(NamedTuple):
     results: Path
 
 
-def read_heldout(path: Path) -> list[Conversation]:
-    """Held-out conversations of a run's rows.jsonl.
+def read_split(path: Path, split: str) -> list[Conversation]:
+    """Conversations of a run's rows.jsonl that were trained on ("train") or held out ("heldout").
 
     Raises:
         UserError: the file is missing.
@@ -49,15 +52,26 @@ def read_heldout(path: Path) -> list[Conversation]:
         )
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     return [
-        Conversation(id=row["id"], messages=row["messages"], source="heldout")
+        Conversation(id=row["id"], messages=row["messages"], source=split)
         for row in rows
-        if row["split"] == "heldout"
+        if row["split"] == split
     ]
 
 
 def result_path(plan: Plan, name: str, temperature: float) -> Path:
-    """File of one drafter and temperature."""
-    return plan.results / f"{name}_T{temperature:g}.json"
+    """File of one drafter and temperature; the words in its name are for people."""
+    section = plan.recipe.eval
+    words = [name, f"T{temperature:g}", f"K{section.num_draft_tokens}", f"B{section.batch_size}"]
+    if section.verification != "token":
+        words.append(section.verification)
+    settings = make_settings(plan.recipe, temperature)
+    digest = stable_hash([plan.recipe.target.model, settings, section.tasks])[:8]
+    return plan.results / ("_".join([*words, digest]) + ".json")
+
+
+def template_hash(target: Target) -> str:
+    """Of the chat template that prompts are rendered with."""
+    return stable_hash(target.tokenizer.chat_template)
 
 
 def make_drafters(plan: Plan, target: Target, names: Sequence[str]) -> dict[str, DecodingDrafter]:
@@ -72,37 +86,60 @@ def make_drafters(plan: Plan, target: Target, names: Sequence[str]) -> dict[str,
         return dict.fromkeys(names, lookup)
     drafter = load(plan.export, TargetInfo.of(target), target.dtype)
     drafter.to(target.device).eval()
-    drafter.use_embeddings(target.embed_weight_VH)
+    drafter.use_target(target)
     known = {"drafter": drafter, "lookup": lookup, "lookup+drafter": LookupThen(lookup, drafter)}
     return {name: known[name] for name in names}
 
 
-def make_settings(recipe: Recipe, temperature: float) -> dict[str, Any]:
-    """The record's settings; two records with equal ones can be compared."""
-    section = recipe.eval
+def make_settings(
+    recipe: Recipe, temperature: float, template_hash: str | None = None
+) -> dict[str, Any]:
+    """The record's settings; two records with equal ones can be compared.
+
+    Args:
+        template_hash: of the chat template that was used; None = that of the recipe's own file, or
+            not known before the target is loaded.
+    """
+    section, template = recipe.eval, recipe.data.chat_template
     dtype = resolve_dtype(recipe.target.dtype, resolve_device(recipe.target.device))
+    if template_hash is None and template is not None:
+        template_hash = stable_hash(template.read_text(encoding="utf-8"))
     return {
         "engine": "torch",
         "temperature": float(temperature),
         "top_p": section.top_p,
         "top_k": section.top_k,
+        "min_p": section.min_p,
+        "repetition_penalty": section.repetition_penalty,
         "draft_sampling": section.draft_sampling,
-        "verification": "token",
+        "verification": section.verification,
+        "tree": section.tree if section.verification == "tree" else None,
         "num_draft_tokens": section.num_draft_tokens,
         "batch_size": section.batch_size,
         "dtype": str(dtype).removeprefix("torch."),
         "max_new_tokens": section.max_new_tokens,
+        "turns": section.turns,
         "seed": section.seed,
         "lookup": [section.lookup_min, section.lookup_max],
+        "template_kwargs": recipe.data.template_kwargs,
+        "template_hash": template_hash,
     }
+
+
+def train_minutes(run_dir: Path) -> float | None:
+    """Minutes that the run's drafter was trained for; None where that is not known."""
+    path = run_dir / "trained.json"
+    seconds = read_json(path).get("seconds") if path.is_file() else None
+    return None if seconds is None else float(seconds) / 60
 
 
 def make_identity(plan: Plan, target: Target, name: str) -> dict[str, Any]:
     """Who was measured on what; `name` is one of eval.drafters."""
-    num_params, num_tokens = 0, 0
+    num_params, num_tokens, method = 0, 0, name
     if name != "lookup":
         num_params = sum(p.numel() for p in load(plan.export).parameters())
-        num_tokens = load_info(plan.export)["num_trained_tokens"]
+        info = load_info(plan.export)
+        num_tokens, method = info["num_trained_tokens"], name.replace("drafter", info["method"])
     git, machine = git_state(ROOT), hardware()
     commit = git["commit"] and git["commit"] + ("-dirty" if git["dirty"] else "")
     chips = machine["gpus"] if target.device.type == "cuda" else []
@@ -111,9 +148,10 @@ def make_identity(plan: Plan, target: Target, name: str) -> dict[str, Any]:
         "target": plan.recipe.target.model,
         "target_revision": target.revision,
         "drafter": name.replace("drafter", plan.name),
-        "method": name.replace("drafter", "eagle3"),
+        "method": method,
         "drafter_params": num_params,
         "trained_tokens": num_tokens,
+        "train_minutes": 0.0 if name == "lookup" else train_minutes(plan.export.parent),
         "commit": commit,
         "versions": {key: value for key, value in versions().items() if value},
         "hardware": ", ".join(parts),
@@ -126,12 +164,20 @@ def is_done(plan: Plan, name: str, temperature: float, tasks: Sequence[Task]) ->
     exported = [file.stat().st_mtime for file in plan.export.glob("*") if file.is_file()]
     if not path.is_file() or path.stat().st_mtime < max(exported, default=0.0):
         return False
-    record = read_json(path)
-    measured = {name: task.get("task_hash") for name, task in record.get("tasks", {}).items()}
+    record, section = read_json(path), plan.recipe.eval
+    wanted, found = make_settings(plan.recipe, temperature), record.get("settings", {})
+    if wanted["template_hash"] is None:  # the tokenizer's own, which is not loaded yet
+        found = {**found, "template_hash": None}
+    entries = record.get("tasks", {})
+    with_oracle = section.oracle and temperature == 0 and name == ORACLE_OF
+    with_oracle = with_oracle and section.verification != "tree"
     return (
-        record.get("settings") == make_settings(plan.recipe, temperature)
+        found == wanted
         and record.get("identity", {}).get("target") == plan.recipe.target.model
-        and measured == {task.name: task.hash for task in tasks}
+        and {task: entry.get("task_hash") for task, entry in entries.items()}
+        == {task.name: task.hash for task in tasks}
+        and all(entry.get("repeats") == section.repeats for entry in entries.values())
+        and all("oracle_speedup" in entry or not with_oracle for entry in entries.values())
     )
 
 
@@ -146,7 +192,7 @@ def make_lossless(
         check = GreedyComparison(identical, sum(c.num_prompts for c in comparisons), [])
     return {
         "greedy_identical": count_text(check) if comparisons and check is not None else None,
-        "pit_p_value": ks_p_value(pit),
+        "pit_p_value": pit_p_value(pit),
         "pit_num_tokens": len(pit) or None,
     }
 
@@ -170,7 +216,7 @@ def make_record(
     record = {
         "schema": SCHEMA,
         "identity": make_identity(plan, target, name),
-        "settings": make_settings(plan.recipe, temperature),
+        "settings": make_settings(plan.recipe, temperature, template_hash(target)),
         "tasks": {task: m.result for task, m in measured.items()},
         "lossless": make_lossless(target, parts, check),
         "samples": [sample for m in parts for sample in m.samples],

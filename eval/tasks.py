@@ -16,7 +16,8 @@ from pathlib import Path
 from data.benchmarks import BENCHMARKS, read_benchmark, read_prompt_file
 from data.conversations import BadRow, Conversation
 from data.files import stable_hash
-from data.prompt_rows import Prompt, cut_prompt, make_prompt
+from data.prompt_rows import Prompt, cut_prompt, make_prompt, ngrams, prompt_ngrams
+from eval.record import Contamination
 from recipes.errors import UserError
 
 VERSIONS = {"mt_bench": 1, "humaneval": 1, "gsm8k": 1, "heldout": 1}
@@ -70,6 +71,31 @@ def load_task(spec: str, heldout: Sequence[Conversation] | None = None) -> Task:
     prompts = prompts[:count]
     content = [[p["messages"], p.get("turns", []), p.get("tools", [])] for p in prompts]
     return Task(spec, VERSIONS.get(name, FILE_VERSION), stable_hash(content), prompts)
+
+
+def contamination(task: Task, training: Sequence[Conversation] | None) -> Contamination | None:
+    """How many prompts of the task share an 8-gram with what users asked in training.
+
+    Args:
+        training: the conversations that the drafter was trained on; None = not known.
+
+    Returns:
+        Counts and the share of the task's prompts; None where the training prompts are not known.
+    """
+    if training is None:
+        return None
+    seen: set[str] = set()
+    for conversation in training:
+        for message in conversation["messages"]:
+            if message["role"] == "user":
+                seen |= ngrams(message["content"])
+    num_overlapping = sum(not seen.isdisjoint(prompt_ngrams(prompt)) for prompt in task.prompts)
+    return {
+        "num_prompts": len(task.prompts),
+        "num_training_prompts": len(training),
+        "num_overlapping": num_overlapping,
+        "share": num_overlapping / len(task.prompts) if task.prompts else None,
+    }
 
 
 def _parse(spec: str) -> tuple[str, int | None]:

@@ -145,8 +145,16 @@ class EvalSection(Section):
     draft_sampling: Literal["greedy", "sampled"] = Field(
         default="greedy", description="how drafts are drawn at temperature > 0"
     )
-    verification: Literal["token", "block"] = Field(
-        default="token", description="rule that accepts; both are exact, block accepts no less"
+    verification: Literal["token", "block", "tree"] = Field(
+        default="token",
+        description="rule that accepts, each exact: token by token; block, which accepts no less; "
+        "a tree of guesses (drafter only)",
+    )
+    tree: str = Field(
+        default="24/4/4",
+        pattern=r"^([0-9]+(,[0-9]+)*|[0-9]+/[0-9]+/[0-9]+)$",
+        description="with verification tree: num_nodes/depth/top_k of EAGLE-2's trees, or children "
+        "a node on each level, as 3,2,1",
     )
     num_draft_tokens: Count = Field(default=4, description="tokens proposed a round")
     max_new_tokens: Count = Field(default=128, description="tokens an answer, at most")
@@ -191,6 +199,10 @@ class EvalSection(Section):
     def _check_fit(self) -> Self:
         if self.lookup_min > self.lookup_max:
             raise ValueError(f"lookup_min={self.lookup_min} is above lookup_max={self.lookup_max}")
+        if self.verification == "tree" and "drafter" not in self.drafters:
+            raise ValueError("verification: tree needs drafter in drafters; lookup has one guess")
+        if self.verification == "tree" and self.draft_sampling == "sampled":
+            raise ValueError("verification: tree needs draft_sampling: greedy")
         return self
 
 

@@ -16,22 +16,16 @@ from drafters.lookup import Lookup, LookupThen
 from drafters.methods import build_drafter
 from drafters.vllm_format import save
 from eval import decode as loop
+from eval.arms import Arm, TurnAnswer, middle, run_arms
 from eval.decode import Decoded, DecodeSettings, Round
-from eval.measure import (
-    Arm,
-    check_prompts,
-    greedy_check,
-    make_records,
-    make_samples,
-    measure,
-    num_batches,
-    run_arms,
-)
+from eval.measure import check_prompts, greedy_check, measure, num_batches
 from eval.metrics import aggregate
 from eval.record import validate
-from eval.report import make_samples as read_samples
 from eval.results import make_lossless
+from eval.round_texts import make_samples
+from eval.task_result import make_records, speedup_by_repeat
 from eval.tasks import Task
+from eval.turns import TurnBatch
 from recipes.drafter_sections import Eagle3Section
 from recipes.schema import EvalSection
 from tests.scripted import Oracle, ScriptedTarget
@@ -81,7 +75,15 @@ def test_counts_of_all_arms_add_up(temperature, batch_size):
         # The first token of each answer belongs to the prefill, in tokens as in time.
         assert result["tau"] == pytest.approx(result["num_tokens"] / result["num_rounds"])
         assert result["num_accepted"] <= result["num_proposed"]
-        assert all(value > 0 for value in result["ms_per_round"].values())
+        split = result["ms_per_round"]
+        assert all(value > 0 for value in split.values())
+        assert split["other"] == pytest.approx(split["sampling"] + split["bookkeeping"])
+        assert result["cost_ratio"] > 0
+        assert 0 <= result["top1_agreement"] <= 1
+        assert result["tau_before_stop"] >= result["tau"]
+        assert result["per_turn"] == [
+            {"turn": 1, "tau": result["tau"], "num_rounds": result["num_rounds"]}
+        ]
         assert result["speedup"] == pytest.approx(
             result["tokens_per_second"] / result["baseline_tokens_per_second"]
         )
@@ -98,6 +100,11 @@ def test_counts_of_all_arms_add_up(temperature, batch_size):
         assert lossless["pit_p_value"] > 0.001
 
 
+def batch_of(answers, seconds, start=0) -> TurnBatch:
+    indices = list(range(start, start + len(answers)))
+    return TurnBatch(0, indices, [[i] for i in indices], answers, seconds)
+
+
 def rounds_of(*accepted: int, proposed: int = 3) -> list[Round]:
     return [Round(proposed, a, a + 1, [0] * proposed) for a in accepted]
 
@@ -105,9 +112,9 @@ def rounds_of(*accepted: int, proposed: int = 3) -> list[Round]:
 def test_p99_all_rounds_of_all_prompts_count():
     lists = [(3, 0), (1,), (3, 2, 0)]
     arm = Arm()
-    for accepted in lists:
+    for number, accepted in enumerate(lists):
         answer = Decoded(ids=[0] * (1 + sum(accepted) + len(accepted)), rounds=rounds_of(*accepted))
-        arm.add([answer], loop.Seconds(draft=1.0))
+        arm.add([[batch_of([answer], loop.Seconds(draft=1.0), number)]])
     records = make_records(make_task(["a", "b", "c"]).prompts, arm)
     assert [r.accepted for r in records] == [[3, 0], [1], [3, 2, 0]]
     assert [r.num_tokens for r in records] == [5, 2, 8]
@@ -121,8 +128,8 @@ def test_time_of_a_batch_is_shared_and_its_rounds_run_together():
     arm = Arm()
     answers = [Decoded(rounds=rounds_of(1, 1)), Decoded(rounds=rounds_of(3))]
     spent = loop.Seconds(prefill=9.0, draft=1.0, verify=2.0, sampling=0.5, bookkeeping=0.5)
-    arm.add(answers, spent)
-    assert arm.seconds == [2.0, 2.0]
+    arm.add([[batch_of(answers, spent)]])
+    assert [turn.seconds for turn in arm.turns] == [2.0, 2.0]
     assert arm.num_steps == 2
     assert arm.total.decode == 4.0
 
@@ -140,6 +147,17 @@ def test_p101_no_round_is_null_and_never_one():
     assert nothing["lookup"].result["tau"] is None
 
 
+def first_turns(target, prompts):
+    """Answers prompts that are token ids already."""
+
+    def answer(drafter, indices, settings):
+        batch = [prompts[i] for i in indices]
+        answers, seconds = loop.decode(target, drafter, batch, settings, indices)
+        return [TurnBatch(0, list(indices), batch, answers, seconds)]
+
+    return answer
+
+
 class FakeClock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -148,7 +166,7 @@ class FakeClock:
         return self.now
 
 
-def costly_arms(clock, num_prompts, warm_up):
+def costly_arms(clock, num_prompts, warm_up, repeats=1):
     """A target and a drafter whose first pass costs 1 s and all later ones 10 ms."""
     chain = {i: i + 1 for i in range(30)}
 
@@ -168,14 +186,17 @@ def costly_arms(clock, num_prompts, warm_up):
 
     drafter.propose = slow_once
     settings = DecodeSettings(max_new_tokens=9, num_draft=3)
-    arms = run_arms(target, {"drafter": drafter}, prompts, settings, 1, warm_up)
+    answer = first_turns(target, prompts)
+    arms = run_arms(
+        answer, {"drafter": drafter}, num_prompts, settings, 1, repeats, warm_up=warm_up
+    )
     return arms["baseline"].total.decode, arms["drafter"].total.decode
 
 
 @pytest.mark.parametrize("num_prompts", [1, 2, 3])  # the arm that goes first changes
 def test_p103_every_arm_is_warmed_up(num_prompts, monkeypatch):
     clock = FakeClock()
-    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr("eval.rounds.time", clock)
     baseline, drafter = costly_arms(clock, num_prompts, warm_up=True)
     assert baseline == pytest.approx(0.08 * num_prompts)  # 8 rounds of 10 ms, prefill apart
     assert drafter / baseline == pytest.approx(1.0, abs=0.02)
@@ -183,36 +204,100 @@ def test_p103_every_arm_is_warmed_up(num_prompts, monkeypatch):
     assert cold > 1.0
 
 
-def test_p103_arms_take_turns(monkeypatch):
+def test_p103_arms_take_turns():
     order = []
-    names = {}
-
-    def fake(_target, drafter, prompts, _settings, indices=None):
-        order.append((names[drafter], indices and list(indices)))
-        return [Decoded(ids=[1]) for _ in prompts], loop.Seconds()
-
     drafters = {"a": Lookup(1, 2), "b": Lookup(2, 3)}
     names = {None: "baseline", drafters["a"]: "a", drafters["b"]: "b"}
-    monkeypatch.setattr("eval.measure.decode", fake)
-    run_arms(make_target(), drafters, [[1]] * 3, DecodeSettings(max_new_tokens=4), 2)
-    warm_up = [("baseline", None), ("a", None), ("b", None)]
+
+    def fake(drafter, indices, _settings):
+        order.append((names[drafter], list(indices)))
+        return [batch_of([Decoded(ids=[1]) for _ in indices], loop.Seconds(), indices[0])]
+
+    run_arms(fake, drafters, 3, DecodeSettings(max_new_tokens=4), 2, repeats=2)
+    warm_up = [("baseline", [0, 1]), ("a", [0, 1]), ("b", [0, 1])]
     first = [("baseline", [0, 1]), ("a", [0, 1]), ("b", [0, 1])]
-    second = [("a", [2]), ("b", [2]), ("baseline", [2])]
-    assert order == warm_up + first + second
+    again = [("a", [0, 1]), ("b", [0, 1]), ("baseline", [0, 1])]
+    second = [("b", [2]), ("baseline", [2]), ("a", [2])]
+    last = [("baseline", [2]), ("a", [2]), ("b", [2])]
+    assert order == warm_up + first + again + second + last
+
+
+def test_p103_the_middle_of_repeats_counts_and_their_spread_is_kept():
+    times = [loop.Seconds(draft=d, verify=1.0) for d in (9.0, 1.0, 2.0)]
+    assert middle(times).draft == 2.0
+    assert middle(times[:2]).draft == 5.0  # of two their mean
+    answer = Decoded(ids=[0, 0, 0], rounds=rounds_of(1))  # two tokens in a round
+    arm, baseline = Arm(), Arm()
+    arm.add([[batch_of([answer], seconds)] for seconds in times])
+    plain = [loop.Seconds(verify=v) for v in (10.0, 4.0, 3.0)]
+    baseline.add([[batch_of([answer], seconds)] for seconds in plain])
+    assert (arm.total.decode, baseline.total.decode) == (3.0, 4.0)
+    records = [make_records(make_task(["a"]).prompts, a) for a in (baseline, arm)]
+    assert speedup_by_repeat(records[0], baseline, records[1], arm) == [1.0, 2.0, 1.0]
+
+
+def test_oracle_is_accepted_whole_and_never_runs_before_the_baseline():
+    target = make_target()
+    drafters = {"drafter": make_eagle(target), "lookup": Lookup(1, 4)}
+    wanted = section(oracle=True, drafters=["drafter", "lookup"])
+    found = measure(target, drafters, make_task(), wanted, 0.0)
+    result = found["drafter"].result
+    assert list(found) == ["drafter", "lookup"]
+    assert result["oracle_speedup"] > 0
+    assert result["oracle_share"] == pytest.approx(result["speedup"] / result["oracle_speedup"])
+    assert "oracle_share" not in found["lookup"].result
+    drawn = measure(target, drafters, make_task(), wanted, 1.0)["drafter"].result
+    assert "oracle_share" not in drawn  # drawn answers are not known beforehand
+
+    prompts = [[5], [6, 7], [8]]  # the order of arms moves on three times
+    settings = DecodeSettings(max_new_tokens=9, num_draft=3)
+    arms = run_arms(
+        first_turns(target, prompts), drafters, 3, settings, 1, oracle=drafters["drafter"]
+    )
+    assert [a.ids for a in arms["oracle"].answers] == [a.ids for a in arms["baseline"].answers]
+    rounds = [r for answer in arms["oracle"].answers for r in answer.rounds]
+    assert all(r.accepted == r.proposed for r in rounds)
+    assert sum(r.proposed for r in rounds) > len(rounds)
+
+
+def test_time_outside_a_round_is_not_in_it(monkeypatch):
+    """Prefill apart: 10 s in every prefill, 10 ms in every round."""
+    clock = FakeClock()
+    monkeypatch.setattr("eval.rounds.time", clock)
+    target = ScriptedTarget.chain({i: i + 1 for i in range(30)}, [])
+    forward = target.forward
+
+    def slow(ids_BS, cache, aux_layers=()):
+        clock.now += 10.0 if not int(cache.lengths_B.sum()) else 0.01
+        return forward(ids_BS, cache, aux_layers)
+
+    target.forward = slow
+    settings = DecodeSettings(max_new_tokens=9)
+    arms = run_arms(first_turns(target, [[1], [2]]), {}, 2, settings, 1)
+    assert arms["baseline"].total.prefill == pytest.approx(20.0)
+    assert arms["baseline"].total.decode == pytest.approx(0.16)
 
 
 def test_samples_show_what_was_accepted_rejected_and_added():
     target = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: f"<{ids[0]}>"))
-    rounds = [Round(3, 1, 2, [11, 55, 56]), Round(3, 2, 2, [13, 14, 57])]  # 14 ends the answer
+    rounds = [
+        Round(3, 1, 2, [11, 55, 56], p=[0.5, 0.12345, 0.0], q=[1.0, 0.5, 0.25], next_p=0.75),
+        Round(3, 2, 2, [13, 14, 57], p=[0.5, 0.5, 0.5], q=[1.0, 1.0, 1.0], next_p=0.5),
+    ]  # 14 ends the answer
     answer = Decoded(ids=[10, 11, 12, 13, 14], finish="stop", rounds=rounds)
-    samples = make_samples(target, make_task(["Hi"]).prompts, [answer])
+    turns = [TurnAnswer(0, 0, [1], answer, 1.0)]
+    samples = make_samples(target, make_task(["Hi"]).prompts, turns)
+    none = {"p": [], "q": [], "next_p": None}
+    first = {"p": [0.5, 0.1235, 0.0], "q": [1.0, 0.5, 0.25], "next_p": 0.75}
+    second = {"p": [0.5, 0.5], "q": [1.0, 1.0], "next_p": None}
     assert samples == [
         {
             "prompt": "Hi",
+            "turn": 0,
             "rounds": [
-                {"accepted": [], "rejected": [], "next": "<10>"},
-                {"accepted": ["<11>"], "rejected": ["<55>", "<56>"], "next": "<12>"},
-                {"accepted": ["<13>", "<14>"], "rejected": [], "next": ""},
+                {"accepted": [], "rejected": [], "next": "<10>", **none},
+                {"accepted": ["<11>"], "rejected": ["<55>", "<56>"], "next": "<12>", **first},
+                {"accepted": ["<13>", "<14>"], "rejected": [], "next": "", **second},
             ],
         }
     ]
@@ -278,7 +363,7 @@ def test_bench_writes_records_and_skips_what_is_done(run_folder, tmp_path):
         record = validate(json.loads(file.read_text()), str(file))
         assert record["settings"]["num_draft_tokens"] == 2
         assert record["tasks"]["heldout:2"]["num_prompts"] == 2
-        assert len(read_samples(record, "x")) == 2
+        assert len(record["samples"]) == 2
         greedy = record["settings"]["temperature"] == 0
         assert record["lossless"]["greedy_identical"] == ("2/2" if greedy else None)  # in fp32
         assert (record["lossless"]["pit_num_tokens"] is None) == greedy
