@@ -1,0 +1,178 @@
+"""The benchmark through a served engine: same tasks, prompts and definitions, the engine's counts.
+
+One arm is the engine with the drafter, the other the same engine with the same flags and without
+speculation. The arms run one after the other: a server that is started here needs the machine for
+itself. Each is warmed up before its clock counts.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from data import embedded
+from data.conversations import render_prompt
+from data.files import write_json
+from drafters.export_info import load_info
+from drafters.methods import METHODS
+from eval.engine_metrics import sglang_gauges, vllm_counters
+from eval.engines import (
+    EngineName,
+    Prompt,
+    Request,
+    Server,
+    ask_all,
+    attach,
+    metrics_text,
+    start_vllm,
+)
+from eval.results import Plan, make_settings
+from eval.served_record import ArmRun, TaskRun, make_record
+from eval.tasks import Task
+from recipes.errors import UserError
+from recipes.schema import Recipe
+
+WARM_UP_TOKENS = 16
+SERVER_LOG = "server_{arm}.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """How to reach the engine.
+
+    server, baseline_server: addresses to attach to; without `server` vLLM is started by `command`
+        with `flags`, once with the drafter and once without. With `server` alone there is no
+        baseline, so no speedup.
+    concurrency: requests in flight, one result each.
+    api: completions sends token ids rendered here; chat lets the server render the messages.
+    """
+
+    engine: EngineName
+    server: str | None = None
+    baseline_server: str | None = None
+    command: str = "vllm serve"
+    flags: str = ""
+    concurrency: tuple[int, ...] = (1,)
+    api: Literal["completions", "chat"] = "completions"
+
+
+def bench_served(plan: Plan, tasks: Sequence[Task], options: ServeOptions) -> list[Path]:
+    """Measure and write one record for each temperature and concurrency.
+
+    Raises:
+        UserError: no server, no drafter, or options that do not fit together.
+    """
+    check_options(options)
+    prompts = {task.name: render_task(plan.recipe, task, options.api) for task in tasks}
+    with arm_server(plan, options, "drafter") as server:
+        drafted = run_arm(server, plan, prompts, options)
+    baseline = None
+    if options.server is None or options.baseline_server is not None:
+        with arm_server(plan, options, "baseline") as server:
+            baseline = run_arm(server, plan, prompts, options)
+    paths = []
+    for temperature in plan.recipe.eval.temperatures:
+        for concurrency in options.concurrency:
+            record = make_record(plan, tasks, drafted, baseline, temperature, concurrency)
+            name = f"drafter_T{temperature:g}_{options.engine}_c{concurrency}.json"
+            write_json(plan.results / name, record)
+            paths.append(plan.results / name)
+    return paths
+
+
+def check_options(options: ServeOptions) -> None:
+    """Raise UserError where they do not fit together."""
+    if options.engine == "sglang" and options.server is None:
+        raise UserError("--engine sglang attaches to a running server: name it with --server URL")
+    if options.engine == "sglang" and options.api == "chat":
+        raise UserError("--engine sglang is asked by /generate, which takes no --api chat")
+    if options.baseline_server is not None and options.server is None:
+        raise UserError("--baseline-server goes with --server")
+    if not options.concurrency or min(options.concurrency) < 1:
+        raise UserError(f"--concurrency {list(options.concurrency)}: each must be at least 1")
+
+
+def render_task(recipe: Recipe, task: Task, api: str) -> list[Prompt]:
+    """What is sent for each prompt of a task (its first turn)."""
+    if api == "chat":
+        return [[dict(message) for message in prompt["messages"]] for prompt in task.prompts]
+    tokenizer = load_tokenizer(recipe)
+    kwargs = recipe.data.template_kwargs
+    return [
+        render_prompt(tokenizer, prompt["messages"], prompt.get("tools"), kwargs)
+        for prompt in task.prompts
+    ]
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The target's tokenizer with the recipe's chat template."""
+    path = embedded.resolve(recipe.target.model)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        path, revision=recipe.target.revision, trust_remote_code=recipe.target.trust_remote_code
+    )
+    if recipe.data.chat_template is not None:
+        tokenizer.chat_template = recipe.data.chat_template.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def speculative_config(plan: Plan) -> dict[str, Any]:
+    """vLLM's --speculative-config of the plan's export."""
+    sampled = plan.recipe.eval.draft_sampling == "sampled"
+    return {
+        "model": str(plan.export),
+        **METHODS[load_info(plan.export)["method"]].form.engine,
+        "num_speculative_tokens": plan.recipe.eval.num_draft_tokens,
+        "draft_sample_method": "probabilistic" if sampled else "greedy",
+    }
+
+
+@contextmanager
+def arm_server(
+    plan: Plan, options: ServeOptions, arm: Literal["drafter", "baseline"]
+) -> Iterator[Server]:
+    """The server of an arm: attached to, or started for the length of a `with`."""
+    url = options.server if arm == "drafter" else options.baseline_server
+    if url is not None:
+        yield attach(options.engine, url)
+        return
+    dtype = make_settings(plan.recipe, 0.0)["dtype"]
+    flags = ["--dtype", dtype, "--no-enable-prefix-caching", *shlex.split(options.flags)]
+    if arm == "drafter":
+        flags += ["--speculative-config", json.dumps(speculative_config(plan))]
+        flags += ["--per-request-spec-decode-metrics", "detailed"]
+    model = embedded.resolve(plan.recipe.target.model)
+    log = plan.results / SERVER_LOG.format(arm=arm)
+    with start_vllm(options.command, model, flags, log) as server:
+        yield server
+
+
+def run_arm(
+    server: Server, plan: Plan, prompts: dict[str, list[Prompt]], options: ServeOptions
+) -> ArmRun:
+    """All tasks at all temperatures and concurrencies on one server."""
+    section, arm = plan.recipe.eval, ArmRun(server, {})
+    for temperature in section.temperatures:
+        request = Request(
+            max_tokens=section.max_new_tokens,
+            temperature=temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            seed=section.seed,
+        )
+        short = Request(max_tokens=WARM_UP_TOKENS, temperature=temperature)
+        for concurrency in options.concurrency:
+            for name, task in prompts.items():
+                ask_all(server, task[:concurrency], short, concurrency)
+                before = vllm_counters(metrics_text(server))
+                answers, seconds = ask_all(server, task, request, concurrency)
+                after = vllm_counters(metrics_text(server))
+                counted = after.since(before) if before and after else None
+                arm.runs[temperature, concurrency, name] = TaskRun(answers, seconds, counted)
+    if server.engine == "sglang":
+        arm.gauges = sglang_gauges(metrics_text(server))
+    return arm

@@ -1,0 +1,206 @@
+"""eval/served.py on local servers: a served record has the definitions of every other record."""
+
+import json
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.prompt_rows import make_prompt
+from data.target import Target
+from data.vocab import full_vocab
+from drafters.methods import build_drafter
+from drafters.vllm_format import TargetInfo, save
+from eval.record import validate
+from eval.report import make_rows
+from eval.results import Plan
+from eval.served import ServeOptions, bench_served, check_options, render_task
+from eval.tasks import Task
+from recipes.drafter_sections import Eagle3Section
+from recipes.errors import UserError
+from recipes.schema import Recipe, TargetSection
+from tests.engine_stub import Stub, serving
+from tests.tiny_exports import ORIGIN
+
+NUM_TOKENS = 9  # 1 from the prefill, then rounds of 4, 1, 2 and the first of the next 4
+# Of ours: 3+1, 0+1, 1+1 and at last no room for a draft beside the target's own token.
+PROPOSED, ACCEPTED, ROUNDS = 3 + 3 + 2 + 0, 3 + 0 + 1 + 0, 4
+ALPHABET = "abcdefgh"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = Target.load(TargetSection(model="random:qwen3-tiny", dtype="float32", device="cpu"))
+    vocab = full_vocab(target.vocab_size)
+    drafter = build_drafter(Eagle3Section(), target, (2, 4, 5), vocab, seed=0)
+    folder = tmp_path_factory.mktemp("run")
+    save(drafter, folder / "export", "vllm", target.dtype, TargetInfo.of(target), ORIGIN)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock takes 10 ms: one when a request is sent, one for each message."""
+    ticks = count()
+    monkeypatch.setattr("eval.engines.perf_counter", lambda: next(ticks) / 100)
+
+
+def make_plan(run_dir: Path, results: Path, **section: Any) -> Plan:
+    recipe = Recipe.model_validate(
+        {
+            "name": "served",
+            "target": {"model": "random:qwen3-tiny", "dtype": "float32", "device": "cpu"},
+            "data": {"sources": ["book"], "num_prompts": 1},
+            "eval": {
+                "temperatures": [0.0],
+                "num_draft_tokens": 3,
+                "max_new_tokens": NUM_TOKENS,
+                **section,
+            },
+        }
+    )
+    return Plan(recipe, "served", run_dir, run_dir / "export", results)
+
+
+def make_task(num_prompts: int = 4) -> Task:
+    prompts = [make_prompt("test", letter * 3, category="x") for letter in ALPHABET[:num_prompts]]
+    return Task("letters", 1, "hash", prompts)
+
+
+def bench(plan: Plan, tasks: list[Task], drafted: Stub, plain: Stub | None, **options: Any) -> Any:
+    with serving(drafted) as url, serving(plain or Stub(steps=None)) as other:
+        baseline = None if plain is None else other
+        chosen = ServeOptions(
+            engine=drafted.engine, server=url, baseline_server=baseline, **options
+        )
+        paths = bench_served(plan, tasks, chosen)
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def test_record_of_vllm_has_our_counts_and_the_engines_beside_them(run_dir, tmp_path):
+    drafted, plain = Stub(), Stub(steps=None)  # 5 messages an answer, 9 messages
+    (record,) = bench(make_plan(run_dir, tmp_path), [make_task()], drafted, plain)
+    task = record["tasks"]["letters"]
+    assert record["settings"]["engine"] == "vllm 0.32.0"
+    assert record["settings"]["batch_size"] == 1
+    assert record["identity"]["versions"]["vllm"] == "0.32.0"
+    assert (task["num_rounds"], task["num_proposed"], task["num_accepted"]) == (
+        4 * ROUNDS,
+        4 * PROPOSED,
+        4 * ACCEPTED,
+    )
+    assert (task["num_tokens"], task["num_missing"]) == (4 * 8, 0)
+    assert task["tau"] == 8 / ROUNDS
+    assert task["survival"] == [2 / 4, 1 / 4, 1 / 4]
+    # The engine counts 3, 0, 1, 3 accepted: before the answer was cut. The warm-up is left out.
+    assert task["served"]["engine"] == {
+        "num_drafts": 16,
+        "num_draft_tokens": 48,
+        "num_accepted_tokens": 28,
+        "mean_acceptance_length": 1 + 28 / 16,
+        "per_position": [3 / 4, 2 / 4, 2 / 4],
+    }
+    assert task["same_as_baseline"] == "4/4"
+    assert record["lossless"]["greedy_identical"] == "4/4"
+    # Behind the first message 8 tokens in 4 looks at the clock, the baseline in 8.
+    assert task["tokens_per_second"] == pytest.approx(200)
+    assert task["baseline_tokens_per_second"] == pytest.approx(100)
+    assert task["speedup"] == pytest.approx(2)
+    assert task["speedup_ci95"] == pytest.approx([2, 2])
+    served = task["served"]
+    assert served["ttft_ms"] == pytest.approx({"p50": 10, "p99": 10})
+    assert served["tpot_ms"] == pytest.approx({"p50": 5, "p99": 5})
+    assert served["baseline"]["tpot_ms"]["p50"] == pytest.approx(10)
+    # 36 tokens in 4 x 6 looks and the last one, the baseline in 4 x 10 and the last one.
+    assert served["output_tokens_per_second"] == pytest.approx(36 / 0.25)
+    assert served["throughput_speedup"] == pytest.approx(41 / 25)
+    assert make_rows(validate(record), "x")[0]["engine"] == "vllm 0.32.0"
+
+
+def test_each_concurrency_and_temperature_is_a_record(run_dir, tmp_path):
+    plan = make_plan(run_dir, tmp_path, temperatures=[0.0, 1.0])
+    drafted = Stub(pause=0.001)
+    records = bench(plan, [make_task(8)], drafted, None, concurrency=(1, 4))
+    found = [(r["settings"]["temperature"], r["settings"]["batch_size"]) for r in records]
+    assert found == [(0.0, 1), (0.0, 4), (1.0, 1), (1.0, 4)]
+    assert drafted.most_in_flight == 4
+    assert sorted(path.name for path in tmp_path.glob("*.json"))[0] == "drafter_T0_vllm_c1.json"
+    task = records[0]["tasks"]["letters"]
+    assert task["speedup"] is None and task["baseline_tokens_per_second"] is None
+    assert task["tokens_per_second"] > 0 and task["same_as_baseline"] is None
+
+
+def test_prompts_are_the_ids_that_the_torch_engine_decodes(run_dir, tmp_path):
+    plan, task = make_plan(run_dir, tmp_path), make_task(1)
+    drafted = Stub()
+    bench(plan, [task], drafted, None)
+    (ids,) = render_task(plan.recipe, task, "completions")
+    assert drafted.seen[-1]["prompt"] == ids
+    bench(plan, [task], drafted, None, api="chat")
+    assert drafted.seen[-1]["messages"] == [{"role": "user", "content": "aaa"}]
+
+
+def test_record_of_sglang(run_dir, tmp_path):
+    drafted = Stub(engine="sglang")
+    plain = Stub(engine="sglang", steps=None)
+    (record,) = bench(make_plan(run_dir, tmp_path), [make_task()], drafted, plain)
+    task = record["tasks"]["letters"]
+    assert record["settings"]["engine"] == "sglang 0.5.9"
+    # Steps come without their order, so the last one is not cut: 3, 0, 1, 3 of 3 each.
+    assert (task["num_rounds"], task["num_accepted"]) == (16, 28)
+    assert task["tau"] == 1 + 28 / 16
+    assert task["served"]["num_uncut"] == 4
+    assert task["served"]["engine"] is None
+    assert task["served"]["gauges"] == {"spec_accept_length": 2.25}
+    assert task["same_as_baseline"] == "4/4"
+
+
+@pytest.mark.parametrize(
+    ("stub", "num_failed"),
+    [(Stub(level="none"), 0), (Stub(steps=None), 0), (Stub(failing=tuple(range(300))), 4)],
+    ids=["no per-request metrics", "no speculation", "all failed"],
+)
+def test_p101_missing_counters_are_null_and_counted(run_dir, tmp_path, stub, num_failed):
+    (record,) = bench(make_plan(run_dir, tmp_path), [make_task()], stub, Stub(steps=None))
+    task = record["tasks"]["letters"]
+    assert task["num_missing"] == 4
+    for key in ("num_rounds", "num_accepted", "tau", "acceptance_rate", "mean_accepted"):
+        assert task[key] is None, key
+    assert task["served"]["num_failed"] == num_failed
+    if num_failed:
+        assert task["served"]["first_error"] == "HTTP 500: out of luck"
+        assert (task["speedup"], task["served"]["ttft_ms"]["p50"]) == (None, None)
+
+
+def test_p101_one_token_answers_and_no_prompts(run_dir, tmp_path):
+    plan = make_plan(run_dir, tmp_path, max_new_tokens=1)
+    (record,) = bench(plan, [make_task(2), Task("none", 1, "h", [])], Stub(), Stub(steps=None))
+    for name in ("letters", "none"):
+        task = record["tasks"][name]
+        assert (task["tau"], task["speedup"], task["num_missing"]) == (None, None, 0)
+    assert record["tasks"]["letters"]["num_rounds"] == 0
+
+
+def test_p102_shorter_answers_are_no_speedup(run_dir, tmp_path):
+    # The drafter's server stops after 5 of 9 tokens, at the same pace a message of 1 token.
+    drafted, plain = Stub(length=5, steps=(0,)), Stub(steps=None)
+    (record,) = bench(make_plan(run_dir, tmp_path), [make_task(2)], drafted, plain)
+    task = record["tasks"]["letters"]
+    assert task["speedup"] == pytest.approx(1)  # by wall time it would be 2
+    assert task["same_as_baseline"] == "0/2"
+    assert [row[1:] for row in task["other_lengths"]] == [[8, 4], [8, 4]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "sglang"}, "--server URL"),
+        ({"engine": "sglang", "server": "x", "api": "chat"}, "no --api chat"),
+        ({"engine": "vllm", "baseline_server": "x"}, "goes with --server"),
+        ({"engine": "vllm", "concurrency": (0,)}, "at least 1"),
+    ],
+)
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(UserError, match=message):
+        check_options(ServeOptions(**options))
