@@ -1,14 +1,17 @@
 """Parts that drafters share: norm, rotary positions, one attention layer, MLP.
 
 Dimension letters: B rows, S positions, H width, N kv heads, G query heads a kv head, D head width,
-J earlier rollout steps.
+R rotated part of it, M all heads side by side, J earlier rollout steps.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from data.attention import thin_linear
 
@@ -38,12 +41,39 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype) * self.weight
 
 
-def rotate(x_BNSD: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> Tensor:
-    """Rotary embedding in the half-split ("neox") layout."""
-    first, second = x_BNSD.chunk(2, -1)
+def rotary_table(
+    head_dim: int, max_position_embeddings: int, rope_parameters: dict[str, Any]
+) -> LlamaRotaryEmbedding:
+    """Rotary tables (x, positions) -> cos, sin; every scaling that transformers knows.
+
+    They are as wide as what is rotated: `partial_rotary_factor` may leave part of a head as it is.
+    Made on the CPU also where weights are built on meta. Keep it out of the module (in a list):
+    casting a drafter to bf16 must not round it.
+    """
+    factor = float(rope_parameters.get("partial_rotary_factor") or 1.0)
+    default = (
+        rope_parameters.get("rope_type", "default") == "default"
+    )  # the others do it themselves
+    config = LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=int(head_dim * factor) if default else head_dim,
+        max_position_embeddings=max_position_embeddings,
+        rope_parameters=dict(rope_parameters),
+    )
+    with torch.device("cpu"):
+        return LlamaRotaryEmbedding(config)
+
+
+def rotate(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
+    """Rotary embedding of the first R of D widths, in the half-split ("neox") layout."""
+    width = cos_BSR.shape[-1]
+    x_BNSR, rest = x_BNSD[..., :width], x_BNSD[..., width:]
+    first, second = x_BNSR.chunk(2, -1)
     turned = torch.cat((-second, first), -1)
-    cos, sin = cos_BSD[:, None].to(x_BNSD.dtype), sin_BSD[:, None].to(x_BNSD.dtype)
-    return x_BNSD * cos + turned * sin
+    cos, sin = cos_BSR[:, None].to(x_BNSD.dtype), sin_BSR[:, None].to(x_BNSD.dtype)
+    rotated = x_BNSR * cos + turned * sin
+    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
 
 
 def rollout_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -75,26 +105,48 @@ def rollout_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -
 
 
 class Attention(nn.Module):
-    """Projections and rotary positions around an attention that the caller supplies."""
+    """Projections, norms of queries and keys, and rotary positions around a supplied attention.
+
+    bias: of all four projections. qk_norm_eps: RMSNorm of every query and key head (Qwen3); None =
+    none (Llama).
+    """
 
     def __init__(
-        self, in_width: int, width: int, num_heads: int, num_kv_heads: int, head_dim: int
+        self,
+        in_width: int,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        qk_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.q_proj = Linear(in_width, num_heads * head_dim, bias=False)
-        self.k_proj = Linear(in_width, num_kv_heads * head_dim, bias=False)
-        self.v_proj = Linear(in_width, num_kv_heads * head_dim, bias=False)
-        self.o_proj = Linear(num_heads * head_dim, width, bias=False)
+        self.q_proj = Linear(in_width, num_heads * head_dim, bias=bias)
+        self.k_proj = Linear(in_width, num_kv_heads * head_dim, bias=bias)
+        self.v_proj = Linear(in_width, num_kv_heads * head_dim, bias=bias)
+        self.o_proj = Linear(num_heads * head_dim, width, bias=bias)
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
 
-    def forward(self, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor, attend: Attend) -> Tensor:
-        B, S = x_BSH.shape[:2]
-        shape = (B, S, -1, self.head_dim)
-        query = self.q_proj(x_BSH).view(shape).transpose(1, 2)
-        key = self.k_proj(x_BSH).view(shape).transpose(1, 2)
-        value = self.v_proj(x_BSH).view(shape).transpose(1, 2)
-        query, key = rotate(query, cos_BSD, sin_BSD), rotate(key, cos_BSD, sin_BSD)
-        return self.o_proj(attend(query, key, value).transpose(1, 2).reshape(B, S, -1))
+    def keys_values(self, x_BSH: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, normed and rotated, and values: each [B, N, S, D]."""
+        key, value = self._heads(self.k_proj(x_BSH)), self._heads(self.v_proj(x_BSH))
+        if self.k_norm is not None:
+            key = self.k_norm(key)
+        return rotate(key, cos_BSR, sin_BSR), value
+
+    def forward(self, x_BSH: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, attend: Attend) -> Tensor:
+        query = self._heads(self.q_proj(x_BSH))
+        if self.q_norm is not None:
+            query = self.q_norm(query)
+        query = rotate(query, cos_BSR, sin_BSR)
+        out = attend(query, *self.keys_values(x_BSH, cos_BSR, sin_BSR))
+        return self.o_proj(out.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
+
+    def _heads(self, x_BSM: Tensor) -> Tensor:
+        return x_BSM.view(*x_BSM.shape[:2], -1, self.head_dim).transpose(1, 2)
 
 
 class MLP(nn.Module):
