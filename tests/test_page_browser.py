@@ -31,7 +31,7 @@ console.error = console.warn = (...words) => errors.push(words.join(" "));
 </script>"""
 FRAMES = {"desktop": 1280, "print": 1046, "phone": 375, "phone-old": 375, "old": 1280}
 pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium here; apt-get install chromium runs the page tests"
+    CHROMIUM is None, reason="no Chromium here; `make browser` installs it with apt"
 )
 
 

@@ -35,7 +35,7 @@ const point = (row, x, y, title) => svg("path", { d: outline(row), transform: `t
 const mark = row => svg("svg", { viewBox: "-6 -6 12 12", class: "mark", "aria-hidden": "true" }, svg("path", { d: outline(row), fill: color(row) }));
 const setting = { task: row => row.task, temperature: row => `T=${row.temperature}`, batch_size: row => `batch ${row.batch_size}`, num_draft_tokens: row => `K=${row.num_draft_tokens}` };
 const place = (row, keys = Object.keys(setting)) => keys.map(key => setting[key](row)).join(", ");
-const caption = row => el("div", {}, mark(row), row.text.drafter, el("small", {}, place(row)));
+const caption = (row, keys) => el("div", {}, mark(row), row.text.drafter, el("small", {}, place(row, keys)));
 const comparable = row => [row.target, row.task, row.task_hash, row.version, row.engine, row.dtype, row.hardware, row.max_new_tokens].join("|");
 
 const PARTS = ["draft", "verify", "sampling", "bookkeeping", "other"];

@@ -98,7 +98,7 @@ function drawParts(rows) {
   within("parts", ".tables").replaceChildren(...[...groupBy(rows, row => `${row.target}|${row.task}`).values()].map(members => {
     const parts = row => new Map([...Object.entries(row.per_category ?? {}), ...(row.per_turn ?? []).map(turn => [`turn ${turn.turn}`, turn])]);
     const heads = unique(members.flatMap(row => [...parts(row).keys()]));
-    const lines = members.map(row => el("tr", {}, el("th", { scope: "row" }, caption(row)), heads.map(head => {
+    const lines = members.map(row => el("tr", {}, el("th", { scope: "row" }, caption(row, ["temperature", "batch_size", "num_draft_tokens"])), heads.map(head => {
       const part = parts(row).get(head), interval = part?.tau_ci95;
       return el("td", {}, present(part?.tau) ? part.tau.toFixed(2) : "n/a", interval ? el("small", {}, `[${interval[0].toFixed(2)}, ${interval[1].toFixed(2)}]`) : null, present(part?.speedup) ? el("small", {}, times(part.speedup)) : null);
     })));

@@ -70,14 +70,14 @@ function makeBars() {
   const frame = svg("svg", { viewBox: `0 0 ${width} 214`, role: "group", "aria-label": "Bars of p and q" },
     svg("defs", {}, svg("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, svg("rect", { width: 6, height: 6, fill: "var(--good-bg)" }), svg("line", { x1: 0, y1: 0, x2: 0, y2: 6, stroke: "var(--good)", "stroke-width": 3 }))),
     svg("line", { x1: 0, x2: width, y1: BASE, y2: BASE, class: "axis" }));
-  sliders = { p: [], q: [], both: [] };
+  sliders = { p: [], q: [], both: [], left: [] };
   tokens.forEach((token, i) => {
     const middle = slot * (i + .5), start = { p: middle - thick / 2 - 7, q: middle - thick / 2 + 7 };
     for (const name of ["p", "q"]) {
       const bar = svg("rect", { x: start[name], width: thick, fill: `var(--${name === "p" ? "c0" : "c1"})`, "fill-opacity": .3, stroke: `var(--${name === "p" ? "c0" : "c1"})`, "stroke-width": 1.5 });
       sliders[name].push({ bar }); frame.append(bar);
     }
-    sliders.both.push(svg("rect", { x: start.q, width: thick - 14, fill: "url(#hatch)" })); frame.append(sliders.both[i]);
+    sliders.both.push(svg("rect", { x: start.q, width: thick - 14, fill: "url(#hatch)" })); sliders.left.push(svg("rect", { x: start.p, width: thick, fill: "var(--c0)", "fill-opacity": .75, class: "left-over" })); frame.append(sliders.left[i], sliders.both[i]);
     for (const name of ["p", "q"]) {
       const side = name === "p" ? start.p + 7 : start.q + thick - 7;
       const grip = svg("circle", { cx: side, r: 7, fill: `var(--${name === "p" ? "c0" : "c1"})`, stroke: "var(--card)", "stroke-width": 2, class: "grip" });
@@ -106,6 +106,7 @@ function drawRule() {
       for (const circle of handle.children) circle.setAttribute("cy", y(value));
     }
     stand(sliders.both[i], found.both[i]);
+    put(sliders.left[i], { y: y(laws.p[i]), height: Math.max(0, y(found.both[i]) - y(laws.p[i])) });
   });
   $("rule-alpha").textContent = found.alpha.toFixed(3);
   const number = value => value.toFixed(3), lines = [["p, target", laws.p], ["q, drafter", laws.q], ["min(p, q)", found.both], ["residual", found.residual], ["emitted", found.emitted], ["redraw from p", found.naive]];

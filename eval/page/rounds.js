@@ -91,3 +91,4 @@ function draw() {
   for (const part of [drawServe, drawSpeedups, drawSplits, drawDrafted, drawBatches, drawSurvival, drawCosts, drawParts]) part(rows);
 }
 drawHead(); draw(); drawPlayground(); usePreset();
+$("contents").append(...[...document.querySelectorAll("section[id]")].filter(section => !section.hidden).flatMap(section => [el("a", { href: `#${section.id}` }, section.querySelector("h2").textContent), " "]));
