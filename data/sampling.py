@@ -124,10 +124,19 @@ def seen_along(seen_BV: Tensor, tokens_BK: Tensor) -> Tensor:
 
 def _nucleus(probs_NV: Tensor, top_p: float) -> Tensor:
     """Keep the smallest set of most likely tokens whose mass is >= top_p, renormalised."""
-    vocab_size = probs_NV.shape[-1]
-    probs_NC, ids_NC = probs_NV.topk(min(_NUCLEUS_CANDIDATES, vocab_size), dim=-1)
-    if bool((probs_NC.sum(dim=-1) < top_p).any()):  # a flat row: the nucleus may be anything
-        probs_NC, ids_NC = probs_NV.sort(dim=-1, descending=True, stable=True)
+    num_candidates = min(_NUCLEUS_CANDIDATES, probs_NV.shape[-1])
+    probs_NC, ids_NC = probs_NV.topk(num_candidates, dim=-1)
+    kept_NV = _keep_mass(probs_NV, probs_NC, ids_NC, top_p)
+    flat_N = probs_NC.sum(dim=-1) < top_p
+    if bool(flat_N.any()):  # the nucleus of these rows may be anything
+        flat_MV = probs_NV[flat_N]
+        sorted_MV = flat_MV.sort(dim=-1, descending=True, stable=True)
+        kept_NV[flat_N] = _keep_mass(flat_MV, *sorted_MV, top_p)
+    return kept_NV
+
+
+def _keep_mass(probs_NV: Tensor, probs_NC: Tensor, ids_NC: Tensor, top_p: float) -> Tensor:
+    """The first of the candidates (most likely first) whose mass is >= top_p, renormalised."""
     mass_before_NC = probs_NC.cumsum(dim=-1, dtype=torch.float64) - probs_NC
     keep_NC = mass_before_NC < top_p - _MASS_SLACK
     keep_NC[:, 0] = True

@@ -2,6 +2,7 @@
 
 import pytest
 
+from drafters.lookup import Lookup
 from eval.decode import DecodeSettings, decode
 from tests.decoding import PROMPTS, SIX, run_chain, small_target
 from tests.scripted import Oracle, ScriptedTarget
@@ -75,3 +76,40 @@ def test_p18_target_lists_all_end_tokens_and_pads_with_one():
     rows, _ = decode(target, None, PROMPTS, DecodeSettings(max_new_tokens=40))
     assert any(row.finish == "stop" for row in rows)
     assert all((row.ids[-1] in (7, 8, 9)) == (row.finish == "stop") for row in rows)
+
+
+@pytest.mark.parametrize("eos", [5, 6, 7, 8, 9, 10])
+@pytest.mark.parametrize("cap", [1, 3, 20])
+def test_p82_streamed_pieces_are_the_answer_and_nothing_behind_it(eos, cap):
+    target = ScriptedTarget.chain(SIX, [eos])
+    drafter = Oracle({(3,): [5, 6, 7, 8, 9, 10]}, target.vocab_size)
+    pieces: list[tuple[int, list[int]]] = []
+    settings = DecodeSettings(max_new_tokens=cap, num_draft=4)
+    rows, _ = decode(
+        target, drafter, [[3]], settings, on_tokens=lambda row, ids: pieces.append((row, ids))
+    )
+    assert rows[0].ids == list(range(5, eos + 1))[:cap]
+    assert [token for _, ids in pieces for token in ids] == rows[0].ids
+    # One piece for the prefill and one a round.
+    assert [len(ids) for _, ids in pieces] == [1, *(r.emitted for r in rows[0].rounds)]
+
+
+def test_streamed_pieces_of_a_batch_belong_to_their_rows():
+    target, pieces = small_target(), {b: [] for b in range(4)}
+    drafter = Lookup(1, 3)
+    settings = DecodeSettings(max_new_tokens=16, num_draft=3)
+    rows, _ = decode(
+        target, drafter, PROMPTS, settings, on_tokens=lambda row, ids: pieces[row].append(ids)
+    )
+    assert len({len(row.ids) for row in rows}) > 1  # some rows end before others
+    for b, row in enumerate(rows):
+        assert pieces[b][1:] == [row.ids[start : start + r.emitted] for start, r in starts_of(row)]
+        assert pieces[b][0] == row.ids[:1]
+
+
+def starts_of(row):
+    """Where each round of an answer begins."""
+    start = 1
+    for r in row.rounds:
+        yield start, r
+        start += r.emitted
