@@ -56,14 +56,14 @@ def decode(
     With temperature 0 in fp32 the tokens equal those of `drafter=None`; with a temperature their
     law does. Both hold under a repetition penalty, too.
     """
-    run = _Run(target, drafter, prompts, settings, indices, on_tokens)
+    run = Run(target, drafter, prompts, settings, indices, on_tokens)
     run.prefill(prompts)
     while not all(row.finish for row in run.rows):
         run.round()
     return run.rows, run.seconds
 
 
-class _Run:
+class Run:
     """One decode: the rows, their caches and random numbers, and the clock."""
 
     def __init__(

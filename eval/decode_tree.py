@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data.target import Target
 from drafters.base import DecodingDrafter
-from eval.decode import OnTokens, _Run
+from eval.decode import OnTokens, Run
 from eval.grow_tree import check_spec, grow
 from eval.lossless import pit_columns
 from eval.rounds import Decoded, DecodeSettings, Round, Seconds
@@ -66,7 +66,7 @@ def decode_tree(
     return run.rows, run.seconds
 
 
-class _TreeRun(_Run):
+class _TreeRun(Run):
     """One decode that drafts trees."""
 
     spec: TreeSpec
