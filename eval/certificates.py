@@ -56,3 +56,24 @@ def run_certificates(
         write_json(certificate_path(plan, name), certificate)
         found.append(certificate)
     return found
+
+
+def to_text(certificate: Certificate) -> str:
+    """What became of each broken verifier, and the setting, a line each; then the verdict."""
+    lines = [f"{certificate['drafter']}:"]
+    for law in certificate["laws"]:
+        shown = "-" if law["p_value"] is None else f"{law['p_value']:.2g}"
+        lines.append(f"  drawn at {law['setting']}: {law['num_tokens']:,} tokens, p={shown}")
+    for fault in certificate["power"]:
+        about = "at least" if fault["at_least"] else "about"
+        lines.append(
+            f"  broken: {fault['what']} (at {fault['setting']}): {fault['num_tokens']:,} tokens, "
+            f"p={fault['p_value']:.2g}, takes {about} {fault['tokens_needed']:,}"
+        )
+    if (floor := certificate["floor"]) is not None:
+        lines.append(
+            f"  {floor['dtype']}, greedy: {floor['drafter_diverged']} of {floor['num_prompts']} "
+            f"answers differ, {floor['target_diverged']} by rounding alone, "
+            f"p={floor['p_value']:.2g}"
+        )
+    return "\n".join([*lines, certificate["line"]])

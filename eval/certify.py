@@ -90,17 +90,14 @@ def certificate_settings(
         num_draft=max(2, measured.num_draft),
         sampling=replace(sampling, draft_sampled=True, top_p=min(0.9, sampling.top_p)),
     )
+    chosen = replace(measured, sampling=replace(sampling, draft_sampled=False))
+    of_chosen = {"argmax_as_drawn": FAULTS["argmax_as_drawn"]}
+    of_drawn = {name: fault for name, fault in FAULTS.items() if name not in of_chosen}
     if measured == drawn:
-        chosen = replace(measured, sampling=replace(sampling, draft_sampled=False))
-        return [(drawn, FAULTS), (chosen, _only("argmax_as_drawn"))]
-    if sampling.draft_sampled:
-        chosen = replace(measured, sampling=replace(sampling, draft_sampled=False))
-        return [(measured, {}), (drawn, FAULTS), (chosen, _only("argmax_as_drawn"))]
-    return [(measured, _only("argmax_as_drawn")), (drawn, FAULTS)]
-
-
-def _only(name: str) -> dict[str, Fault]:
-    return {name: FAULTS[name]}
+        return [(drawn, of_drawn), (chosen, of_chosen)]
+    if measured == chosen:
+        return [(chosen, of_chosen), (drawn, of_drawn)]
+    return [(measured, {}), (drawn, of_drawn), (chosen, of_chosen)]
 
 
 def describe(settings: DecodeSettings) -> str:

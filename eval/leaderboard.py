@@ -22,7 +22,9 @@ DIR gets leaderboard.md, leaderboard.json and leaderboard.html, a page that need
 
 
 def find_records(paths: list[Path]) -> list[Path]:
-    """The record files that the arguments name, each once; an earlier leaderboard.json is not one.
+    """The record files that the arguments name, each once.
+
+    Of a folder's JSON files, leaderboard.json and those of bench.py --plan and --certify are none.
 
     Raises:
         UserError: a path does not exist, or a folder holds no record.
@@ -35,7 +37,8 @@ def find_records(paths: list[Path]) -> list[Path]:
             found.append(path)
             continue
         folder = path / "results" if (path / "results").is_dir() else path
-        files = sorted(file for file in folder.glob("*.json") if file.name != "leaderboard.json")
+        others = {"leaderboard.json", "plan.json", *(p.name for p in folder.glob("certificate_*"))}
+        files = sorted(file for file in folder.glob("*.json") if file.name not in others)
         if not files:
             raise UserError(f"{folder}: no *.json result here; eval/bench.py writes them")
         found += files
