@@ -319,6 +319,12 @@ def test_p88_nan_is_an_error_that_names_the_round():
         decode(target, None, [[0]], DecodeSettings(max_new_tokens=5))
 
 
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_p88_nan_from_the_drafter_is_an_error_that_names_the_place(verification):
+    with pytest.raises(UserError, match="NaN probability in row 0 at position 0"):
+        second_tokens(torch.ones(3) / 3, torch.full((3,), torch.nan), 2, verification=verification)
+
+
 def test_p88_certain_draft_of_an_impossible_token_is_replaced():
     target = ScriptedTarget.chain(SIX, [], vocab_size=16)
     q_V = torch.zeros(16)

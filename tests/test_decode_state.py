@@ -8,7 +8,7 @@ from drafters.lookup import Lookup, LookupThen
 from eval.decode import DecodeSettings, decode
 from tests.decoding import PROMPTS, greedy_answers, random_eagle, small_target
 from tests.scripted import Oracle
-from tests.tiny_targets import tiny_target
+from tests.tiny_targets import KINDS, tiny_target
 
 
 @pytest.mark.parametrize(("back", "left"), [(0, 3), (1, 2), (3, 0), (5, None)])
@@ -82,7 +82,7 @@ def test_p96_no_state_passes_from_prompt_to_prompt():
             room -= r.emitted
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_logits_after_any_history_are_those_of_a_fresh_pass(kind):
     target = tiny_target(kind)
     generator = torch.Generator().manual_seed(0)
