@@ -16,9 +16,11 @@ from rich.table import Table
 
 from data.files import read_json
 from eval import serving
+from eval.certificates import run_certificates, to_text
 from eval.report import COLUMNS, make_rows, sort_rows
 from eval.results import Plan
 from eval.roofline import DEVICES
+from eval.served import ServeOptions, bench_served
 from eval.sweep import Point, find_todo, load_tasks, make_points, need_export, run_points
 from recipes.errors import UserError
 from recipes.keys import apply_override, describe_errors
@@ -29,15 +31,20 @@ EXAMPLES = """examples:
   python eval/bench.py recipes/smollm2.yaml --tasks mt_bench:20,heldout:16 --temperature 0,1
   python eval/bench.py recipes/smollm2.yaml --batch-size 1,2,4,8 --num-draft-tokens 1,2,3,4
   python eval/bench.py recipes/smollm2.yaml --plan
+  python eval/bench.py recipes/smollm2.yaml --certify --tasks mt_bench:40
   python eval/bench.py recipes/smollm2.yaml eval.draft_sampling=sampled target.dtype=float32
   python eval/bench.py --target Qwen/Qwen3-8B --drafter outputs/qwen3-8b/export --tasks gsm8k:50
   accelerate launch --num_processes 1 eval/bench.py recipes/qwen3.yaml --batch-size 8
+  python eval/bench.py recipes/qwen3.yaml --engine vllm --concurrency 1,8,32
+  python eval/bench.py recipes/qwen3.yaml --engine sglang --server http://host:30000
 
 A drafter is read from the exported folder (RUN/export), never from a checkpoint. Each drafter,
 temperature, batch size and number of draft tokens gives one file in RESULTS, whose name ends in a
 hash of all settings; files that are newer than the export are not measured again. Compare them with
 eval/leaderboard.py. --plan measures costs and acceptance in a minute, predicts the speedup of
-1 to 16 draft tokens, and writes RESULTS/plan.json with the number to serve with."""
+1 to 16 draft tokens, and writes RESULTS/plan.json with the number to serve with.
+--certify draws 10,000 tokens in each of two or three settings, writes RESULTS/certificate_NAME.json
+and exits with 0 if the drafter loses nothing, else with 1 (2: wrong usage)."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -58,6 +65,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder of the results (default: RUN/results)")
     parser.add_argument("--force", action="store_true", help="measure again what is there")
     parser.add_argument("--plan", action="store_true", help="how many tokens to draft when serving")
+    parser.add_argument("--certify", action="store_true", help="only test that nothing is lost")
+    parser.add_argument("--engine", choices=["torch", "vllm", "sglang"], default="torch")
+    parser.add_argument("--server", help="attach to this address (vllm: else one is started)")
+    parser.add_argument("--baseline-server", help="the same engine without speculation")
+    parser.add_argument("--engine-command", default="vllm serve", help="what starts a vLLM")
+    parser.add_argument("--engine-flags", default="", help="for both servers, in one string")
+    parser.add_argument("--concurrency", help="requests in flight; several: 1,8,64 (default: 1)")
+    parser.add_argument("--api", choices=["completions", "chat"], default="completions")
     names = [device.name for device in DEVICES]
     parser.add_argument("--device", choices=names, help="with --plan: the roofline's device")
     return parser.parse_intermixed_args()
@@ -112,6 +127,19 @@ def swept(text: str | None, default: int, option: str) -> list[int]:
     if len(set(values)) < len(values):
         raise UserError(f"{option} {text}: a number stands twice; give each once")
     return values
+
+
+def serve_options(arguments: argparse.Namespace) -> ServeOptions:
+    """How to reach the engine that `--engine` names."""
+    return ServeOptions(
+        engine=arguments.engine,
+        server=arguments.server,
+        baseline_server=arguments.baseline_server,
+        command=arguments.engine_command,
+        flags=arguments.engine_flags,
+        concurrency=tuple(swept(arguments.concurrency, 1, "--concurrency")),
+        api=arguments.api,
+    )
 
 
 def _recipe_without_file(target: str, overrides: list[str]) -> Recipe:
@@ -169,9 +197,18 @@ def main() -> None:
     sizes = swept(arguments.batch_size, section.batch_size, "--batch-size")
     lengths = swept(arguments.num_draft_tokens, section.num_draft_tokens, "--num-draft-tokens")
     need_export(plan)
+    if arguments.certify:
+        certificates = run_certificates(plan, load_tasks(plan))
+        print("\n".join(to_text(certificate) for certificate in certificates))
+        sys.exit(0 if all(certificate["passed"] for certificate in certificates) else 1)
     if arguments.plan:
         path, advice = serving.make_plan(plan, load_tasks(plan), sizes, arguments.device)
         print(serving.to_text(read_json(path)), advice, str(path), sep="\n")
+        return
+    if arguments.engine != "torch":
+        paths = bench_served(plan, load_tasks(plan), serve_options(arguments))
+        show(paths)
+        print("\n".join(map(str, paths)))
         return
     points = make_points(plan, sizes, lengths)
     measure_all(points, plan, arguments.force)

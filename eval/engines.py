@@ -50,6 +50,8 @@ class Request:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int = 0
 
 
@@ -247,7 +249,8 @@ def _protocol(server: Server, prompt: Prompt, request: Request) -> tuple[str, di
     """Path, body, and what takes a message in (it says whether tokens came with it)."""
     # All that is drawn is set here: servers take defaults from the model's generation config.
     law: dict[str, Any] = {"temperature": request.temperature, "top_p": request.top_p}
-    law |= {"top_k": request.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    law |= {"top_k": request.top_k or -1, "min_p": request.min_p}
+    law |= {"repetition_penalty": request.repetition_penalty}
     if server.engine == "sglang":
         law["max_new_tokens"] = request.max_tokens
         return "/generate", {"input_ids": prompt, "sampling_params": law, "stream": True}, _sglang

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data import embedded
 from data.conversations import render_prompt
-from data.files import write_json
+from data.files import stable_hash, write_json
 from drafters.export_info import load_info
 from drafters.methods import METHODS
 from eval.engine_metrics import sglang_gauges, vllm_counters
@@ -31,6 +31,7 @@ from eval.engines import (
     metrics_text,
     start_vllm,
 )
+from eval.record import ResultRecord
 from eval.results import Plan, make_settings
 from eval.served_record import ArmRun, TaskRun, make_record
 from eval.tasks import Task
@@ -67,7 +68,7 @@ def bench_served(plan: Plan, tasks: Sequence[Task], options: ServeOptions) -> li
     Raises:
         UserError: no server, no drafter, or options that do not fit together.
     """
-    check_options(options)
+    check_options(options, plan.recipe)
     prompts = {task.name: render_task(plan.recipe, task, options.api) for task in tasks}
     with arm_server(plan, options, "drafter") as server:
         drafted = run_arm(server, plan, prompts, options)
@@ -79,14 +80,28 @@ def bench_served(plan: Plan, tasks: Sequence[Task], options: ServeOptions) -> li
     for temperature in plan.recipe.eval.temperatures:
         for concurrency in options.concurrency:
             record = make_record(plan, tasks, drafted, baseline, temperature, concurrency)
-            name = f"drafter_T{temperature:g}_{options.engine}_c{concurrency}.json"
-            write_json(plan.results / name, record)
-            paths.append(plan.results / name)
+            path = served_path(plan, record)
+            write_json(path, record)
+            paths.append(path)
     return paths
 
 
-def check_options(options: ServeOptions) -> None:
-    """Raise UserError where they do not fit together."""
+def served_path(plan: Plan, record: ResultRecord) -> Path:
+    """File of a record; its name ends in a hash of target, settings and tasks."""
+    settings = record["settings"]
+    words = ["drafter", f"T{settings['temperature']:g}", f"K{settings['num_draft_tokens']}"]
+    words += [f"B{settings['batch_size']}", settings["engine"].split()[0]]
+    digest = stable_hash([plan.recipe.target.model, settings, sorted(record["tasks"])])[:8]
+    return plan.results / ("_".join([*words, digest]) + ".json")
+
+
+def check_options(options: ServeOptions, recipe: Recipe) -> None:
+    """Raise UserError where they do not fit together or to the recipe."""
+    if recipe.eval.verification != "token":
+        raise UserError(
+            f"eval.verification={recipe.eval.verification}: the engine has its own rule, set it to "
+            "token (or measure with --engine torch)"
+        )
     if options.engine == "sglang" and options.server is None:
         raise UserError("--engine sglang attaches to a running server: name it with --server URL")
     if options.engine == "sglang" and options.api == "chat":
@@ -162,6 +177,8 @@ def run_arm(
             temperature=temperature,
             top_p=section.top_p,
             top_k=section.top_k,
+            min_p=section.min_p,
+            repetition_penalty=section.repetition_penalty,
             seed=section.seed,
         )
         short = Request(max_tokens=WARM_UP_TOKENS, temperature=temperature)

@@ -63,6 +63,7 @@ def make_record(
             found[task.name]["served"]["gauges"] = drafted.gauges
     settings = make_settings(plan.recipe, temperature)
     settings |= {"engine": f"{server.engine} {server.version}", "batch_size": concurrency}
+    settings |= {"turns": "first"}
     record = {
         "schema": SCHEMA,
         "identity": make_identity(plan, server),
@@ -128,6 +129,7 @@ def make_records(
                 num_tokens=max(answer.num_tokens - 1, 0),
                 seconds=answer.seconds,
                 ends_inside_draft=ours is not None and ours.ends_inside_draft,
+                accepted_before_stop=None if answer.rounds is None else answer.rounds.accepted,
             )
         )
     return records, rounds

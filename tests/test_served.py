@@ -92,6 +92,7 @@ def test_record_of_vllm_has_our_counts_and_the_engines_beside_them(run_dir, tmp_
     )
     assert (task["num_tokens"], task["num_missing"]) == (4 * 8, 0)
     assert task["tau"] == 8 / ROUNDS
+    assert task["tau_before_stop"] == 1 + 7 / ROUNDS  # 3, 0, 1, 3 accepted by the engine
     assert task["survival"] == [2 / 4, 1 / 4, 1 / 4]
     # The engine counts 3, 0, 1, 3 accepted: before the answer was cut. The warm-up is left out.
     assert task["served"]["engine"] == {
@@ -125,7 +126,8 @@ def test_each_concurrency_and_temperature_is_a_record(run_dir, tmp_path):
     found = [(r["settings"]["temperature"], r["settings"]["batch_size"]) for r in records]
     assert found == [(0.0, 1), (0.0, 4), (1.0, 1), (1.0, 4)]
     assert drafted.most_in_flight == 4
-    assert sorted(path.name for path in tmp_path.glob("*.json"))[0] == "drafter_T0_vllm_c1.json"
+    names = sorted(path.name.rpartition("_")[0] for path in tmp_path.glob("*.json"))
+    assert names == [f"drafter_{t}_K3_{b}_vllm" for t in ("T0", "T1") for b in ("B1", "B4")]
     task = records[0]["tasks"]["letters"]
     assert task["speedup"] is None and task["baseline_tokens_per_second"] is None
     assert task["tokens_per_second"] > 0 and task["same_as_baseline"] is None
@@ -201,6 +203,12 @@ def test_p102_shorter_answers_are_no_speedup(run_dir, tmp_path):
         ({"engine": "vllm", "concurrency": (0,)}, "at least 1"),
     ],
 )
-def test_options_that_do_not_fit(options, message):
+def test_options_that_do_not_fit(tmp_path, options, message):
     with pytest.raises(UserError, match=message):
-        check_options(ServeOptions(**options))
+        check_options(ServeOptions(**options), make_plan(tmp_path, tmp_path).recipe)
+
+
+def test_other_rules_than_the_engines_own_are_refused(tmp_path):
+    recipe = make_plan(tmp_path, tmp_path, verification="block").recipe
+    with pytest.raises(UserError, match=r"eval\.verification=block: the engine has its own rule"):
+        check_options(ServeOptions(engine="vllm"), recipe)

@@ -40,7 +40,7 @@ from tests.vllm.ours_half import (
     trained,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HERE = Path(__file__).parent
 NORMS = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
