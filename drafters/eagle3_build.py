@@ -9,8 +9,9 @@ import torch
 
 from data.target import Target
 from drafters.eagle3 import Eagle3, Eagle3Config
-from drafters.shape import layer_shape
-from recipes.drafter_sections import Eagle3Section
+from drafters.p_eagle import PEagleConfig
+from drafters.shape import layer_shape, mask_token_of
+from recipes.drafter_sections import Eagle3Section, EagleLayers, PEagleSection
 from recipes.errors import UserError
 
 
@@ -21,18 +22,42 @@ def make_config(
     draft_vocab_size: int,
 ) -> Eagle3Config:
     """The drafter's shape: the recipe's values, else the target's (a transformers config dict)."""
-    return Eagle3Config(
-        **layer_shape(section, target_config),
-        draft_vocab_size=draft_vocab_size,
-        aux_layers=aux_layers,
-        norm_before_residual=section.norm_before_residual,
-        norm_before_fc=section.norm_before_fc,
-        fc_norm=section.fc_norm,
-        norm_output=section.norm_output,
+    shape = _eagle_shape(section, target_config, aux_layers, draft_vocab_size)
+    return Eagle3Config(**shape, norm_output=section.norm_output)
+
+
+def make_parallel_config(
+    section: PEagleSection,
+    target_config: dict[str, Any],
+    aux_layers: tuple[int, ...],
+    draft_vocab_size: int,
+) -> PEagleConfig:
+    """The shape of a P-EAGLE, likewise."""
+    return PEagleConfig(
+        **_eagle_shape(section, target_config, aux_layers, draft_vocab_size),
+        mask_token_id=mask_token_of(section.mask_token_id, target_config),
+        keep_ratio=section.keep_ratio,
+        min_keep_ratio=section.min_keep_ratio,
     )
 
 
-def initialize(drafter: Eagle3, section: Eagle3Section, target: Target) -> None:
+def _eagle_shape(
+    section: EagleLayers,
+    target_config: dict[str, Any],
+    aux_layers: tuple[int, ...],
+    draft_vocab_size: int,
+) -> dict[str, Any]:
+    return {
+        **layer_shape(section, target_config),
+        "draft_vocab_size": draft_vocab_size,
+        "aux_layers": aux_layers,
+        "norm_before_residual": section.norm_before_residual,
+        "norm_before_fc": section.norm_before_fc,
+        "fc_norm": section.fc_norm,
+    }
+
+
+def initialize(drafter: Eagle3, section: EagleLayers, target: Target) -> None:
     """First weights that come from the target, over random ones; d2t is set already."""
     if section.head_init == "target":
         drafter.lm_head.weight.copy_(target.head_weight_VH[drafter.draft_ids_D.to(target.device)])

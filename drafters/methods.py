@@ -12,10 +12,13 @@ from torch import nn
 
 from data.target import Target
 from data.vocab import DraftVocab
-from drafters import eagle3_build, vllm_config
+from drafters import block_build, dflash_form, dspark_form, eagle3_build, p_eagle_form, vllm_config
 from drafters.base import TrainedDrafter
+from drafters.dflash import DFlash
+from drafters.dspark import DSpark
 from drafters.eagle3 import Eagle3
 from drafters.export_form import ExportForm
+from drafters.p_eagle import PEagle
 from recipes.drafter_sections import DrafterSection
 
 INIT_STD = 0.02
@@ -43,6 +46,24 @@ METHODS: dict[str, Method] = {
         make_config=eagle3_build.make_config,
         initialize=eagle3_build.initialize,
         form=vllm_config.FORM,
+    ),
+    "p_eagle": Method(
+        drafter=PEagle,
+        make_config=eagle3_build.make_parallel_config,
+        initialize=eagle3_build.initialize,
+        form=p_eagle_form.FORM,
+    ),
+    "dflash": Method(
+        drafter=DFlash,
+        make_config=block_build.make_dflash_config,
+        initialize=block_build.initialize,
+        form=dflash_form.FORM,
+    ),
+    "dspark": Method(
+        drafter=DSpark,
+        make_config=block_build.make_dspark_config,
+        initialize=block_build.initialize_dspark,
+        form=dspark_form.FORM,
     ),
 }
 

@@ -56,5 +56,25 @@ def layer_shape(section: LayeredSection, target_config: dict[str, Any]) -> dict[
     }
 
 
+def mask_token_of(token_id: int | None, target_config: dict[str, Any]) -> int:
+    """The token that stands where a parallel drafter does not know one yet.
+
+    Any id serves, since the drafter learns what it means; it should be one that text does not
+    hold. None = the target's padding token, else its first end token.
+    """
+    if token_id is None:
+        token_id = target_config.get("pad_token_id")
+        if token_id is None:
+            ends: Any = target_config.get("eos_token_id")
+            token_id = ends[0] if isinstance(ends, list) else ends
+    vocab_size = _int(target_config["vocab_size"])
+    if token_id is None or not 0 <= token_id < vocab_size:
+        raise UserError(
+            f"drafter.mask_token_id: {token_id} is no token of the target; name one within "
+            f"0..{vocab_size - 1} that its text does not use"
+        )
+    return token_id
+
+
 def _int(value: object) -> int:
     return int(str(value))

@@ -15,6 +15,7 @@ import transformers
 from pydantic import TypeAdapter, ValidationError
 
 from data.target import DTYPES
+from drafters.base import TrainedDrafter
 from drafters.eagle3 import Eagle3, Eagle3Config
 from drafters.export_form import ExportForm, Form
 from drafters.export_info import TargetInfo
@@ -123,18 +124,31 @@ def form_of(config: dict[str, Any]) -> Form | None:
     return "vllm" if plain and not parallel and "speculators_model_type" not in config else None
 
 
-def read_config(config: dict[str, Any], where: Path) -> tuple[Eagle3, torch.dtype]:
+def read_config(config: dict[str, Any], where: Path) -> tuple[TrainedDrafter, torch.dtype]:
+    """The EAGLE-3 that a config.json describes (see ExportForm)."""
+    form = form_of(config)
+    assert form is not None, "the caller has asked form_of"
+    return read_eagle_config(config, where, form, Eagle3, Eagle3Config, {})
+
+
+def read_eagle_config(
+    config: dict[str, Any],
+    where: Path,
+    form: Form,
+    drafter_type: type[Eagle3],
+    shape_type: type[Eagle3Config],
+    extra: dict[str, Any],
+) -> tuple[TrainedDrafter, torch.dtype]:
     """The drafter that a config.json describes, on the meta device, and the dtype of its weights.
 
     Args:
         config: content of config.json, in either form.
         where: its path, for messages.
+        extra: fields of the shape that the caller has read.
 
     Raises:
         UserError: a missing key, an impossible value, or keys that contradict each other.
     """
-    form = form_of(config)
-    assert form is not None, "the caller has asked form_of"
     layer = config if form == "vllm" else config.get(LAYER_SECTION)
     if not isinstance(layer, dict):
         raise UserError(f"{where}: {LAYER_SECTION} is missing")
@@ -145,14 +159,18 @@ def read_config(config: dict[str, Any], where: Path) -> tuple[Eagle3, torch.dtyp
     if missing:
         raise UserError(f"{where}: missing keys: {', '.join(missing)}")
     try:
-        shape = TypeAdapter(Eagle3Config).validate_python(fields)
+        shape = TypeAdapter(shape_type).validate_python(fields | extra)
     except ValidationError as error:
         faults = [f"{e['loc'][0]}: {e['msg']} (is {e['input']!r})" for e in error.errors()]
         raise UserError(f"{where}: {'; '.join(faults)}") from error
     faults = shape_faults(shape)
     if faults:
         raise UserError(f"{where}: {'; '.join(faults)}")
-    drafter = build_on_meta(shape, where)
+    try:
+        with torch.device("meta"):
+            drafter = drafter_type(shape)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{where}: no drafter has this shape: {error!r}") from error
     _require_equal(layer, _layer_keys(drafter), where)
     _require_equal(config, _draft_keys(drafter, form), where)
     if config["dtype"] not in DTYPES:
@@ -169,16 +187,6 @@ def _require_equal(section: dict[str, Any], expected: dict[str, Any], where: Pat
             raise UserError(
                 f"{where}: {key} is {section[key]!r}; with the other keys it would be {value!r}"
             )
-
-
-def build_on_meta(shape: Eagle3Config, where: Path) -> Eagle3:
-    """A drafter without memory: tensor shapes only (its rotary table is real)."""
-    try:
-        with torch.device("meta"):
-            drafter = Eagle3(shape)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{where}: no drafter has this shape: {error!r}") from error
-    return drafter
 
 
 def shape_faults(shape: Eagle3Config) -> list[str]:

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from recipes.errors import UserError
-from recipes.section import Count, CountOrZero, Section
+from recipes.section import Count, CountOrZero, NotNegative, Positive, Section, Share
 
 
 class LayeredSection(Section):
@@ -93,6 +93,119 @@ class PEagleSection(EagleLayers):
     """P-EAGLE: EAGLE-3 that drafts all tokens in one pass, on a learned mask state."""
 
     method: Literal["p_eagle"] = Field(default="p_eagle", description="architecture")
+    num_layers: Count = Field(default=4, description="decoder layers; 4 as P-EAGLE")
+    mask_token_id: CountOrZero | None = Field(
+        default=None,
+        description="token whose embedding stands for one not known yet; null = the padding token, "
+        "else the end token",
+    )
+    keep_ratio: Share = Field(
+        default=0.8, description="depth d trains on this share^d of the anchors; 0.8 as P-EAGLE"
+    )
+    min_keep_ratio: Share = Field(
+        default=0.2, description="and at least on this share of them; 0.2 as P-EAGLE"
+    )
 
 
-DrafterSection: TypeAlias = Eagle3Section | PEagleSection
+class BlockSection(LayeredSection):
+    """Keys of the drafters that draft a block of masks in one pass."""
+
+    num_layers: Count = Field(default=5, description="decoder layers; 5 as DFlash")
+    block_size: int = Field(
+        default=16,
+        ge=2,
+        description="tokens of a block, the last committed one included, so one fewer are drafted; "
+        "16 as DFlash",
+    )
+    draft_vocab_size: Count | None = Field(
+        default=None,
+        description="tokens the head knows; null = all, with the target's own head, as DFlash",
+    )
+    num_aux_layers: Count = Field(
+        default=5,
+        description="captured states where aux_layers is null: evenly spread over decoder layers "
+        "1 to n - 3, counted from 0; 5 as DFlash",
+    )
+    num_anchors: Count = Field(
+        default=512, description="drafts a row that a training step looks at; 512 as DFlash"
+    )
+    mask_token_id: CountOrZero | None = Field(
+        default=None,
+        description="token whose embedding stands for one not known yet; null = the padding token, "
+        "else the end token",
+    )
+    causal: bool = Field(
+        default=False, description="slots see only those before them in the block; DFlash: all"
+    )
+    attention_bias: bool = Field(default=False, description="biases in attention; DFlash: none")
+    train_head: bool = Field(
+        default=False, description="train the head of a reduced draft vocabulary; DFlash: frozen"
+    )
+
+    def default_aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """DFlash's rule: round(linspace(1, n - 3, m)), 0-based, so one more as our ids."""
+        n, m = num_target_layers, self.num_aux_layers
+        if m == 1:
+            return (n // 2 + 1,)
+        layers = tuple(round(1 + i * (n - 4) / (m - 1)) + 1 for i in range(m))
+        if list(layers) != sorted(set(layers)):
+            raise UserError(
+                f"the target has {n} layers, too few for {m} default aux layers {layers}; lower "
+                "drafter.num_aux_layers, or name ascending distinct ones in drafter.aux_layers"
+            )
+        return layers
+
+    @model_validator(mode="after")
+    def _check_head(self) -> Self:
+        if self.train_head and self.draft_vocab_size is None:
+            raise ValueError(
+                "train_head: true needs a draft_vocab_size: a whole vocabulary uses the target's "
+                "own head, which is never trained"
+            )
+        return self
+
+
+class DFlashSection(BlockSection):
+    """DFlash: layers over the target's states as keys and values, a block of masks in one pass."""
+
+    method: Literal["dflash"] = Field(default="dflash", description="architecture")
+
+
+class DSparkSection(BlockSection):
+    """DSpark: DFlash with a sequential head and a head that predicts acceptance."""
+
+    method: Literal["dspark"] = Field(default="dspark", description="architecture")
+    block_size: int = Field(default=7, ge=2, description="tokens of a block; 7 as DSpark")
+    sample_from_anchor: bool = Field(
+        default=True,
+        description="the last committed token's slot drafts too, as DSpark; false: one token fewer",
+    )
+    markov_rank: Count = Field(default=256, description="of the sequential head; 256 as DSpark")
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = Field(
+        default="vanilla", description="how the head uses earlier tokens; vLLM serves vanilla"
+    )
+    confidence_head: bool = Field(
+        default=True, description="predict the acceptance of each token, as DSpark"
+    )
+    confidence_head_with_markov: bool = Field(
+        default=True, description="the prediction also reads the token before, as DSpark"
+    )
+    confidence_weight: NotNegative = Field(
+        default=1.0, description="of the prediction's cross-entropy in the loss; 1 as DSpark"
+    )
+    confidence_decay: Positive = Field(
+        default=0.7788, description="its factor a depth; exp(-1/4) as DSpark"
+    )
+    confidence_threshold: Share = Field(
+        default=0.0,
+        description="a draft stops where its predicted survival falls below; exact; 0 = never",
+    )
+
+    @model_validator(mode="after")
+    def _check_confidence(self) -> Self:
+        if self.confidence_threshold > 0 and not self.confidence_head:
+            raise ValueError("confidence_threshold needs confidence_head: true")
+        return self
+
+
+DrafterSection: TypeAlias = Eagle3Section | PEagleSection | DFlashSection | DSparkSection

@@ -1,0 +1,271 @@
+"""What holds for every trained drafter: one set of weights, the same logits wherever it is used.
+
+Each architecture is made for a tiny random target and driven through training pass, decoding loop
+and export. `Draft.draw` sees every distribution that a drafter proposes from, so forcing its tokens
+to those of a row makes decoding repeat the training pass.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.batch import Batch, Row, collate
+from data.target import Target
+from data.vocab import DraftVocab
+from drafters.anchors import anchors_of
+from drafters.base import Sampling, TrainedDrafter
+from drafters.drafting import Draft
+from drafters.export_info import Origin, TargetInfo
+from drafters.methods import METHODS, build_drafter
+from drafters.vllm_format import load, save
+from eval.decode import DecodeSettings, decode
+from eval.lossless import pit_p_value
+from recipes.drafter_sections import (
+    DFlashSection,
+    DrafterSection,
+    DSparkSection,
+    Eagle3Section,
+    PEagleSection,
+)
+from recipes.schema import LossSection, TargetSection, load_recipe
+from tests.tiny_exports import ROOT
+from train.distiller import Distiller
+from train.loop import with_states
+
+DEPTHS = 4
+SIZES: dict[str, Any] = {"draft_vocab_size": 132, "aux_layers": [2, 4, 5]}
+SECTIONS: dict[str, DrafterSection] = {
+    "eagle3": Eagle3Section(**SIZES),
+    "p_eagle": PEagleSection(**SIZES, num_layers=2, mask_token_id=3, keep_ratio=1.0),
+    "dflash": DFlashSection(**SIZES, num_layers=2, mask_token_id=3, block_size=DEPTHS + 1),
+    "dspark": DSparkSection(
+        **SIZES, num_layers=2, mask_token_id=3, block_size=DEPTHS, markov_rank=8
+    ),
+}
+EVERY = pytest.mark.parametrize("method", METHODS)
+
+
+def test_every_method_is_tried_here() -> None:
+    assert SECTIONS.keys() == METHODS.keys()
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.load(TargetSection(model="random:qwen3-tiny", dtype="float32", device="cpu"))
+
+
+def make(method: str, target: Target) -> TrainedDrafter:
+    section = SECTIONS[method]
+    size = section.draft_vocab_size or target.vocab_size
+    ids_D = torch.arange(target.vocab_size)[:: target.vocab_size // size]
+    vocab = DraftVocab(ids_D, target.vocab_size)
+    aux = tuple(section.aux_layers or section.default_aux_layers(target.num_layers))
+    drafter = build_drafter(section, target, aux, vocab, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # no norm is the identity, no projection is zero
+        for name, weight in drafter.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
+    return drafter.eval()
+
+
+def make_batch(drafter: TrainedDrafter, target: Target, lengths: list[int], start: int) -> Batch:
+    """Rows of tokens that the drafter knows, with the target's states."""
+    generator = torch.Generator().manual_seed(2)
+    known = drafter.draft_ids_D
+    rows = []
+    for i, n in enumerate(lengths):
+        ids_S = known[torch.randint(0, len(known), (n,), generator=generator)]
+        rows.append(Row(id=f"r{i}", ids_S=ids_S, mask_S=torch.arange(n) >= start))
+    return with_states(target, collate(rows), drafter.aux_layers)
+
+
+def training_logits(drafter: TrainedDrafter, batch: Batch) -> dict[tuple[int, int], Tensor]:
+    """Logits [D] of every slot, by (anchor, depth)."""
+    with torch.no_grad():
+        slots = drafter.slots(batch, DEPTHS)
+        heads = drafter.head_weights()
+    keys = list(zip(slots.anchor_N.tolist(), slots.depth_N.tolist(), strict=True))
+    return {
+        (anchor, depth): slots.head_NW[i] @ heads[depth if len(heads) > 1 else 0].T
+        for i, (anchor, depth) in enumerate(keys)
+    }
+
+
+def decoding_logits(
+    drafter: TrainedDrafter, ids: list[int], aux_SF: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> list[Tensor]:
+    """Logits of the draft behind each anchor of a row, whose drafted tokens are the row's own.
+
+    The committed positions arrive in pieces of uneven length, as accepted drafts do.
+    """
+    seen: list[Tensor] = []
+    forced: list[int] = []
+
+    def draw(self: Draft, logits_BD: Tensor) -> Tensor:
+        seen.append(logits_BD[0])
+        self.tokens.append(torch.tensor([forced[len(self.tokens)]]))
+        return self.tokens[-1]
+
+    monkeypatch.setattr(Draft, "draw", draw)
+    out: list[Tensor] = []
+    first = 3  # a prompt of three tokens; the token behind it is the first anchor
+    state = drafter.start([ids[:first]], len(ids) + DEPTHS + 1)
+    done = 0
+    for anchor in [first, first + 1, first + 4, first + 6]:
+        next_ids = torch.tensor([ids[done + 1 : anchor + 1]])
+        drafter.observe(state, next_ids, aux_SF[None, done:anchor], torch.tensor([anchor - done]))
+        done = anchor
+        seen.clear()
+        forced[:] = ids[anchor + 1 : anchor + 1 + DEPTHS]
+        drafter.propose(state, DEPTHS, Sampling(), None)
+        out.append(torch.stack(seen))
+    return out
+
+
+@EVERY
+def test_training_logits_are_decoding_logits_at_every_depth(
+    method: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make(method, target)
+    batch = make_batch(drafter, target, [16, 11], start=3)  # the second row is padded
+    assert batch.aux_BSF is not None
+    trained = training_logits(drafter, batch)
+    decoded = decoding_logits(drafter, batch.ids_BS[0].tolist(), batch.aux_BSF[0], monkeypatch)
+    for anchor, logits_KD in zip([3, 4, 7, 9], decoded, strict=True):
+        for depth in range(DEPTHS):
+            torch.testing.assert_close(
+                logits_KD[depth], trained[anchor, depth], rtol=1e-4, atol=1e-4
+            )
+
+
+@EVERY
+def test_a_row_trains_the_same_alone_and_beside_others(method: str, target: Target) -> None:
+    drafter = make(method, target)
+    together = training_logits(drafter, make_batch(drafter, target, [16, 11], start=3))
+    alone = training_logits(drafter, make_batch(drafter, target, [16], start=3))
+    for (anchor, depth), logits_D in alone.items():
+        torch.testing.assert_close(together[anchor, depth], logits_D, rtol=1e-4, atol=1e-4)
+
+
+@EVERY
+def test_nothing_behind_the_drafted_tokens_reaches_a_draft(method: str, target: Target) -> None:
+    drafter = make(method, target)
+    batch = make_batch(drafter, target, [16], start=3)
+    assert batch.aux_BSF is not None
+    before = training_logits(drafter, batch)
+    cut = 9  # the draft behind anchor 6 ends with token 10: it knows tokens up to 9, states to 5
+    ids_BS, aux_BSF = batch.ids_BS.clone(), batch.aux_BSF.clone()
+    ids_BS[:, cut + 1 :] = drafter.draft_ids_D[0]
+    aux_BSF[:, 6:] = 7.0
+    after = training_logits(drafter, replace(batch, ids_BS=ids_BS, aux_BSF=aux_BSF))
+    for depth in range(DEPTHS):
+        assert torch.equal(before[6, depth], after[6, depth])
+    assert not torch.equal(before[7, 0], after[7, 0])  # and what it may know does reach it
+
+
+@EVERY
+def test_greedy_speculative_decoding_is_the_targets_greedy_decoding(
+    method: str, target: Target
+) -> None:
+    drafter = make(method, target)
+    prompts = [[5, 9, 14, 3], [7], [2, 4, 6, 8, 10, 12, 14]]
+    settings = DecodeSettings(max_new_tokens=12, num_draft=3)
+    plain, _ = decode(target, None, prompts, replace(settings, num_draft=0))
+    drafted, _ = decode(target, drafter, prompts, settings)
+    assert [a.ids for a in drafted] == [a.ids for a in plain]
+    assert any(r.proposed for a in drafted for r in a.rounds)
+
+
+@EVERY
+@pytest.mark.parametrize("draft_sampled", [False, True])
+def test_drawn_tokens_follow_the_target(method: str, draft_sampled: bool, target: Target) -> None:
+    drafter = make(method, target)
+    sampling = Sampling(temperature=1.0, draft_sampled=draft_sampled)
+    settings = DecodeSettings(max_new_tokens=40, num_draft=3, sampling=sampling, seed=3)
+    answers, _ = decode(target, drafter, [[5, 9, 14, 3]] * 24, settings)
+    pit = [value for a in answers for value in a.pit]
+    p_value = pit_p_value(pit)
+    assert len(pit) > 500
+    assert p_value is not None and p_value > 1e-3
+
+
+@EVERY
+def test_training_lowers_the_loss_and_reaches_every_weight(method: str, target: Target) -> None:
+    section = SECTIONS[method]
+    drafter = make(method, target).train()
+    vocab = DraftVocab(drafter.draft_ids_D.clone(), target.vocab_size)
+    loss = LossSection(num_steps=DEPTHS, renormalize=False)
+    distiller = Distiller(drafter, loss, vocab)
+    distiller.use_target(target)
+    batch = make_batch(drafter, target, [16, 11], start=3)
+    optimizer = torch.optim.Adam(distiller.parameters(), 3e-3)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        total, _ = distiller(batch)
+        (total / len(anchors_of(batch))).backward()
+        untouched = [
+            name
+            for name, weight in distiller.named_parameters()
+            if weight.requires_grad and (weight.grad is None or not weight.grad.any())
+        ]
+        assert not untouched, (section.method, untouched)
+        optimizer.step()
+        losses.append(total.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@EVERY
+def test_random_choices_of_training_follow_from_the_seed(method: str, target: Target) -> None:
+    drafter = make(method, target)
+    batch = make_batch(drafter, target, [16, 11], start=3)
+    one, two = training_logits(drafter, batch), training_logits(drafter, batch)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+@EVERY
+def test_batch_without_a_supervised_token_adds_nothing(method: str, target: Target) -> None:
+    drafter = make(method, target).train()
+    vocab = DraftVocab(drafter.draft_ids_D.clone(), target.vocab_size)
+    distiller = Distiller(drafter, LossSection(num_steps=DEPTHS), vocab)
+    distiller.use_target(target)
+    batch = make_batch(drafter, target, [9], start=9)
+    loss, stats = distiller(batch)
+    loss.backward()  # ranks without rows must take part
+    assert loss.item() == 0
+    assert stats["num_positions"].tolist() == [0.0] * DEPTHS
+
+
+def forms() -> list[tuple[str, Any]]:
+    return [(name, form) for name, method in METHODS.items() for form in method.form.forms]
+
+
+@pytest.mark.parametrize(("method", "form"), forms())
+def test_exported_and_loaded_again_it_is_the_same_drafter(
+    method: str, form: Any, target: Target, tmp_path: Any
+) -> None:
+    drafter = make(method, target)
+    origin = Origin(
+        recipe=load_recipe(ROOT / "recipes" / "smoke.yaml").model_dump(mode="json"),
+        commit=None,
+        versions={},
+        num_trained_tokens=0,
+        num_draft_tokens=3,
+    )
+    folder = tmp_path / "export"
+    save(drafter, folder, form, torch.float32, TargetInfo.of(target), origin)
+    loaded = load(folder, TargetInfo.of(target))
+    loaded.use_target(target)
+    assert (loaded.method, loaded.aux_layers) == (drafter.method, drafter.aux_layers)
+    for name, weight in drafter.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[name]), name
+    batch = make_batch(drafter, target, [16, 11], start=3)
+    before, after = training_logits(drafter, batch), training_logits(loaded.eval(), batch)
+    assert before.keys() == after.keys()
+    for key, logits_D in before.items():
+        torch.testing.assert_close(after[key], logits_D, rtol=1e-5, atol=1e-5)
