@@ -5,6 +5,7 @@ VENV ?= .venv
 THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 RECIPE ?= recipes/smollm2.yaml
 RUN ?= outputs/smollm2
+VLLM_ENV ?= .venv-vllm
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -50,6 +51,12 @@ demo: $(STAMP)  ## prepare, distill, export, measure and report; what is done is
 test: $(STAMP)  ## all tests (those that need a GPU or vLLM are skipped without it)
 	$(BIN)/python tests/fetch_assets.py
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+# vLLM needs its own transformers, so it has an environment of its own (VLLM_ENV=dir re-uses one).
+test-vllm: $(STAMP)  ## exports and served evaluation in a real vLLM on the CPU (some minutes)
+	VLLM_PYTHON=$(PYTHON) tests/vllm/setup_env.sh $(VLLM_ENV)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 VLLM_ENV=$(abspath $(VLLM_ENV)) \
+		$(BIN)/python -m pytest -q tests/vllm
 
 lint: $(STAMP)  ## style, spelling
 	$(BIN)/ruff check .
