@@ -31,9 +31,12 @@ Answer = Callable[[DecodingDrafter | None, Sequence[int], DecodeSettings], list[
 
 
 class TurnAnswer(NamedTuple):
-    """One turn of one prompt; seconds: its share of the decoding time of its batch."""
+    """One turn of one prompt.
 
-    index: int
+    prompt_index: in the task. seconds: its share of the decoding time of its batch.
+    """
+
+    prompt_index: int
     turn: int
     prompt: list[int]
     decoded: Decoded

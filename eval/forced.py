@@ -67,7 +67,12 @@ def teacher_forced(
     usable = [(prompt, answer) for prompt, answer in answers if len(answer) > 1]
     for start in range(0, len(usable), BATCH):
         found = _forced_batch(target, drafter, usable[start : start + BATCH], sampling, seed)
-        total = Forced(*(a + b for a, b in zip(total, found, strict=True)))
+        total = Forced(
+            total.alpha_sum + found.alpha_sum,
+            total.num_top1 + found.num_top1,
+            total.num_positions + found.num_positions,
+            total.num_silent + found.num_silent,
+        )
     return total
 
 

@@ -40,7 +40,7 @@ def make_samples(
     """Rounds of the first answers as token texts."""
     samples: list[Sample] = []
     for turn in turns[:NUM_SAMPLES]:
-        prompt = prompts[turn.index]
+        prompt = prompts[turn.prompt_index]
         asked = [str(prompt["messages"][-1]["content"]), *prompt.get("turns", [])][turn.turn]
         samples.append({"prompt": asked, "turn": turn.turn, "rounds": _rounds(target, turn)})
     return samples

@@ -18,7 +18,7 @@ def make_records(prompts: Sequence[Prompt], arm: Arm) -> list[metrics.PromptReco
     """An arm's answers as records; all of them, all their rounds."""
     records = []
     for turn in arm.turns:
-        prompt, rounds = prompts[turn.index], turn.decoded.rounds
+        prompt, rounds = prompts[turn.prompt_index], turn.decoded.rounds
         records.append(
             metrics.PromptRecord(
                 prompt_id=prompt["id"],
