@@ -28,7 +28,7 @@ from data.files import make_folder, require_disk, stable_hash, write_json, write
 from data.hidden_states import StateStore, bytes_per_token, capture_pass, manifest_of
 from data.progress import progress
 from data.prompts import split_heldout
-from data.source_rows import rows_of_source
+from data.source_rows import rows_of_source, set_template
 from data.target import Target
 from recipes.errors import UserError
 from recipes.schema import Recipe
@@ -70,11 +70,7 @@ def prepare(recipe: Recipe, target: Target) -> Prepared:
     folder, section = data_dir(recipe), recipe.data
     make_folder(folder)
     aux_layers = aux_layers_of(recipe, target)
-    if section.chat_template is not None:
-        try:
-            target.tokenizer.chat_template = section.chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"data.chat_template cannot be read: {error}") from error
+    set_template(target.tokenizer, section)
     store = None
     if section.states == "cached":
         manifest = manifest_of(target, aux_layers, section.states_dtype)

@@ -3,8 +3,12 @@
 Examples:
     python data/prepare.py recipes/smollm2.yaml
     python data/prepare.py recipes/smollm2.yaml data.num_prompts=500
-    python data/prepare.py recipes/smollm2.yaml --show 3
+    python data/prepare.py recipes/smollm2.yaml --show 5
+    python data/prepare.py recipes/smollm2.yaml --report
     python data/prepare.py recipes/smollm2.yaml --estimate
+
+--show and --report need the tokenizer alone where the rows are there already or the answers are the
+source's own (data.regenerate: false); nothing is prepared then.
 """
 
 import argparse
@@ -14,24 +18,41 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
-from rich.text import Text
 
-from data.batch import Row
+from data.data_report import write_report
+from data.look import Look, look_at
 from data.pipeline import data_dir, prepare
 from data.progress import log_to_stderr
 from data.target import Target
+from data.viewer import row_text, row_title
 from recipes.errors import UserError
-from recipes.schema import load_recipe
+from recipes.schema import Recipe, load_recipe
 
 
-def show(row: Row, target: Target, console: Console) -> None:
-    """One row; supervised tokens are green, the others grey, special tokens visible."""
-    text = Text()
-    for token, supervised in zip(row.ids_S.tolist(), row.mask_S.tolist(), strict=True):
-        piece = str(target.tokenizer.decode([token]))
-        text.append(piece, style="bold green" if supervised else "bright_black")
-    console.rule(f"{row.id}: {int(row.mask_S.sum())} of {len(row.ids_S)} tokens supervised")
-    console.print(text)
+def view(recipe: Recipe, num_rows: int, report: bool) -> None:
+    """Print rows and write the page; prepares first where the answers are still to be written."""
+    look = look_at(recipe)
+    if look is None:
+        prepare(recipe, Target.load(recipe.target))
+        look = look_at(recipe)
+    if look is None:
+        raise UserError(f"{data_dir(recipe)}: no rows; run it without --show and --report")
+    show(look, num_rows)
+    if report:
+        path = data_dir(recipe) / "report.html"
+        title = f"{recipe.name}: rows for {recipe.target.model}"
+        write_report(
+            path, title, look.rows, look.read, look.tokenizer, look.vocab_size, look.eos_ids
+        )
+        print(f"report: {path}")
+
+
+def show(look: Look, num_rows: int) -> None:
+    """Print the first rows."""
+    console = Console(highlight=False)
+    for row in look.rows[:num_rows]:
+        console.rule(row_title(row))
+        console.print(row_text(look.tokenizer, row), soft_wrap=True)
 
 
 def main() -> int:
@@ -41,7 +62,10 @@ def main() -> int:
     )
     parser.add_argument("recipe", help="a YAML file, e.g. recipes/smollm2.yaml")
     parser.add_argument("overrides", nargs="*", help="dotted keys, e.g. data.num_prompts=500")
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N rows, coloured")
+    parser.add_argument(
+        "--show", type=int, default=0, metavar="N", help="print N rows, what is learned marked"
+    )
+    parser.add_argument("--report", action="store_true", help="write RUN/data/report.html")
     parser.add_argument(
         "--estimate", action="store_true", help="rows, tokens and bytes at most; touches nothing"
     )
@@ -54,10 +78,10 @@ def main() -> int:
 
             print(estimate_data(recipe))
             return 0
-        target = Target.load(recipe.target)
-        prepared = prepare(recipe, target)
-        for row in prepared.train[: args.show]:
-            show(row, target, Console())
+        if args.show > 0 or args.report:
+            view(recipe, args.show, args.report)
+            return 0
+        prepare(recipe, Target.load(recipe.target))
         print(f"data: {data_dir(recipe)}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -16,6 +16,20 @@ from recipes.errors import UserError
 log = logging.getLogger("draftsmith")
 
 
+def set_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> None:
+    """Give the tokenizer the recipe's own chat template (data.chat_template), if there is one.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    if section.chat_template is None:
+        return
+    try:
+        tokenizer.chat_template = section.chat_template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.chat_template cannot be read: {error}") from error
+
+
 def rows_of_source(
     section: DataSection, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[dict[str, Any]], PromptReport]:
