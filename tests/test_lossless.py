@@ -9,7 +9,10 @@ from eval.lossless import (
     Divergence,
     _kolmogorov_survival,
     greedy_identical,
+    ks_distance,
     ks_p_value,
+    pit_columns,
+    pit_p_value,
     pit_value,
     pit_values,
 )
@@ -25,6 +28,32 @@ def test_pit_value_by_hand() -> None:
     assert pit_value(p_V, 1, 0.5, order_V) == pytest.approx(0.2 + 0.5 * 0.3)
     ties_V = torch.tensor([1.0, 0.0, 1.0])  # sums ids 1, 0, 2
     assert pit_value(p_V, 2, 0.0, ties_V) == pytest.approx(0.8)
+
+
+def test_pit_columns_by_hand() -> None:
+    p_NV = torch.tensor([[0.5, 0.3, 0.2]]).expand(2, 3)
+    q_NV = torch.tensor([[0.1, 0.6, 0.3], [0.0, 0.0, 0.0]])  # the second was not drafted
+    tokens_N, uniforms_N = torch.tensor([2, 2]), torch.tensor([0.5, 0.5])
+    # q / p = 0.2, 2, 1.5: summed 0, 2, 1. By probability 0, 1, 2, as by id.
+    expected = torch.tensor([[0.5 + 0.1, 0.8 + 0.1, 0.8 + 0.1], [0.9, 0.9, 0.9]])
+    found = pit_columns(p_NV, tokens_N, uniforms_N, q_NV)
+    torch.testing.assert_close(found, expected.double())
+    without_q = pit_columns(p_NV, tokens_N, uniforms_N)
+    torch.testing.assert_close(without_q, torch.full((2, 3), 0.9, dtype=torch.float64))
+
+
+def test_pit_p_value_is_three_times_the_smallest() -> None:
+    torch.manual_seed(0)
+    even = torch.rand(400, dtype=torch.float64)
+    odd = even.pow(1.15)
+    columns = torch.stack([even, odd, even], -1).tolist()
+    assert pit_p_value(columns) == pytest.approx(3 * ks_p_value(odd.tolist()))
+    assert pit_p_value([]) is None
+
+
+def test_ks_distance_by_hand() -> None:
+    assert ks_distance([0.5]) == 0.5
+    assert ks_distance([0.1, 0.9, 0.2]) == pytest.approx(2 / 3 - 0.2)
 
 
 def speculative_tokens(seed: int, broken: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
