@@ -52,7 +52,7 @@ test: $(STAMP)  ## all tests (those that need a GPU or vLLM are skipped without 
 	$(BIN)/python tests/fetch_assets.py
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-# vLLM needs its own transformers, so it has an environment of its own (VLLM_ENV=dir re-uses one).
+# vLLM needs its own transformers, so it has an environment of its own (or one in VLLM_ENV=dir).
 test-vllm: $(STAMP)  ## exports and served evaluation in a real vLLM on the CPU (some minutes)
 	VLLM_PYTHON=$(PYTHON) tests/vllm/setup_env.sh $(VLLM_ENV)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 VLLM_ENV=$(abspath $(VLLM_ENV)) \
