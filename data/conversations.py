@@ -101,7 +101,7 @@ def render(
         turns = check_tags(
             text, turns, _tagged(tokenizer, messages, tools, kwargs), _tag_error(tokenizer)
         )
-    check_texts(text, turns, messages)
+    check_texts(text, turns, messages, tokenizer.eos_token)
     if turns[-1].stop == len(text) == turns[-1].end and not messages[-1].get("truncated"):
         text += _closing(tokenizer, messages, tools, kwargs, text, special)
         turns[-1] = turns[-1]._replace(stop=len(text))

@@ -50,7 +50,7 @@ def look_at(recipe: Recipe) -> Look | None:
     except (OSError, ValueError) as error:
         raise UserError(f"target.model {target.model!r} cannot be loaded: {error}") from error
     try:
-        generation = GenerationConfig.from_pretrained(path, revision=target.revision)
+        generation = GenerationConfig.from_pretrained(path, revision=target.revision or "main")
     except OSError:  # many models have none
         generation = None
     set_template(tokenizer, section)

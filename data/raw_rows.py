@@ -52,7 +52,7 @@ class Conversation(_Required, total=False):
     mask: list[int]
 
 
-def normalize(raw: dict[str, Any], columns: Mapping[str, str] | None = None) -> Conversation:
+def normalize(raw: dict[str, Any], columns: Mapping[Any, str] | None = None) -> Conversation:
     """Bring one raw row into the common form.
 
     Args:
@@ -160,9 +160,9 @@ def _thought(part: dict[str, Any]) -> str:
     return text
 
 
-def _renamed(raw: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def _renamed(raw: dict[str, Any], columns: Mapping[Any, str]) -> dict[str, Any]:
     """The mapped columns under the names used here, with the row's id and source."""
-    result = {key: raw[key] for key in ("id", "source") if key in raw}
+    result: dict[str, Any] = {key: raw[key] for key in ("id", "source") if key in raw}
     for key, column in columns.items():
         if key in ("role", "content"):
             continue

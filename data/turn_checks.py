@@ -16,7 +16,7 @@ from data.turns import BadRow, Message, Turn
 _LEAD = 48  # characters of a generation prompt that tags may cover too
 
 
-def check_texts(text: str, turns: list[Turn], messages: list[Message]) -> None:
+def check_texts(text: str, turns: list[Turn], messages: list[Message], eos: str | None) -> None:
     """Every message's text must stand where the turns say that it stands.
 
     Args:
@@ -31,6 +31,8 @@ def check_texts(text: str, turns: list[Turn], messages: list[Message]) -> None:
     index, left = 0, 0
     for message in messages:
         if message["role"] == "assistant":
+            if eos and eos in text[turns[index].start : turns[index].end]:
+                raise BadRow("an end-of-sequence token stands inside an answer")
             _check_answer(text[turns[index].start : turns[index].stop], message)
             left = turns[index].stop
             index += 1

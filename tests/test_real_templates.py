@@ -346,6 +346,19 @@ def test_tool_call_that_the_template_leaves_out_costs_the_row(family: str) -> No
         render(tokenizer, TOOL_TALK, [TOOL])
 
 
+def test_end_of_sequence_inside_an_answer_costs_the_row() -> None:
+    """This template closes a turn of calls twice, with a generation prompt between."""
+    tokenizer = family_tokenizer(template("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"), *DEEPSEEK)
+    with pytest.raises(BadRow, match="end-of-sequence token stands inside an answer"):
+        render(tokenizer, TOOL_TALK, [TOOL])
+    said = [
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": DEEPSEEK[1] + "3"},
+    ]
+    with pytest.raises(BadRow, match="end-of-sequence token stands inside an answer"):
+        render(tokenizer, said)
+
+
 @pytest.mark.parametrize("thinking", [True, False])
 def test_p04_qwen3_history_loses_its_thinking(thinking: bool) -> None:
     tokenizer = tokenizer_of("qwen3")
