@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from eval.metrics import PromptRecord, aggregate, speedup
+from eval.metrics import PromptRecord, aggregate, by_category, by_turn, speedup
 from eval.record import validate
 from recipes.errors import UserError
 
@@ -218,3 +218,41 @@ def test_record_missing_key_and_wrong_kind() -> None:
         validate(broken)
     with pytest.raises(UserError, match="expected a JSON object"):
         validate([])
+
+
+def test_tau_before_and_after_the_answer_is_cut_at_its_end() -> None:
+    """Two rounds: 2 of 3 accepted, then 3 of 3, of which the first is the end token."""
+    record = PromptRecord("a", None, 0, [3, 3], [2, 1], 4, ends_inside_draft=True)
+    record.accepted_before_stop = [2, 3]
+    result = aggregate([record])
+    assert result["tau"] == 2.0  # 3 tokens and 1
+    assert result["tau_before_stop"] == 3.5  # as an engine counts: 3 tokens and 4
+    assert aggregate([])["tau_before_stop"] is None
+
+
+def test_categories_and_turns_are_parts_of_the_whole() -> None:
+    def record(name: str, category: str | None, turn: int, accepted: list[int]) -> PromptRecord:
+        num_tokens = sum(accepted) + len(accepted)
+        k = [3] * len(accepted)
+        return PromptRecord(name, category, turn, k, accepted, num_tokens, seconds=len(accepted))
+
+    records = [
+        record("a", "math", 0, [3, 1]),
+        record("a", "math", 1, [0]),
+        record("b", "code", 0, [2, 2]),
+        record("c", "math", 0, [1]),
+        record("d", None, 0, [0]),
+    ]
+    plain = [
+        PromptRecord(r.prompt_id, r.category, r.turn, num_tokens=r.num_tokens, seconds=r.num_tokens)
+        for r in records
+    ]
+    found = by_category(plain, records)
+    assert list(found) == ["math", "code"]
+    assert (found["math"]["num_rounds"], found["math"]["tau"]) == (4, 2.25)
+    assert found["math"]["speedup"] == pytest.approx(2.25)  # a second a round or a plain token
+    assert found["code"] == {"num_rounds": 2, "tau": 3.0, "tau_ci95": None, "speedup": 3.0}
+    assert by_turn(records) == [
+        {"turn": 1, "tau": pytest.approx(15 / 6), "num_rounds": 6},
+        {"turn": 2, "tau": 1.0, "num_rounds": 1},
+    ]

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from data.benchmarks import BENCHMARKS
-from eval.tasks import HUMANEVAL_INSTRUCTION, load_task
+from data.prompt_rows import make_prompt
+from eval.tasks import HUMANEVAL_INSTRUCTION, Task, contamination, load_task
 from recipes.errors import UserError
+from recipes.schema import EvalSection
 
 
 @pytest.fixture
@@ -84,3 +86,37 @@ def test_unknown_names_and_counts_are_refused() -> None:
     for spec in ("mt_bench:", "mt_bench:0", "mt_bench:ten", "mt_bench:-1"):
         with pytest.raises(UserError, match="must be a number from 1"):
             load_task(spec)
+
+
+def test_contamination_counts_prompts_that_share_eight_words_with_training() -> None:
+    eight = "one two three four five six seven eight"
+    task = Task(
+        "made",
+        1,
+        "0" * 16,
+        [make_prompt("m", f"Say: {eight}!"), make_prompt("m", "no", [f"then {eight.upper()}"]),
+         make_prompt("m", "one two three four five six seven nine"), make_prompt("m", "fine")],
+    )  # fmt: skip
+    talk = [{"role": "user", "content": f"so {eight}"}, {"role": "assistant", "content": "fine"}]
+    training = [{"id": "1", "messages": talk, "source": "book"}]
+    assert contamination(task, training) == {
+        "num_prompts": 4,
+        "num_training_prompts": 1,
+        "num_overlapping": 2,
+        "share": 0.5,
+    }
+    assert contamination(task, None) is None
+    assert contamination(Task("none", 1, "0" * 16, []), training)["share"] is None
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("tasks", ["gsm8k", "gsm8k"]),
+        ("temperatures", [0.0, 1.0, 0.0]),
+        ("drafters", ["lookup"] * 2),
+    ],
+)
+def test_what_stands_twice_in_a_recipe_is_refused(key: str, values: list) -> None:
+    with pytest.raises(ValueError, match="stands twice: "):
+        EvalSection.model_validate({key: values})

@@ -1,0 +1,184 @@
+"""What bench.py measures in one go: files that never collide, plans, interruptions, all turns."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from data.prompt_rows import make_prompt
+from drafters.base import Sampling
+from drafters.lookup import Lookup
+from eval import costs, serving, sweep
+from eval.measure import measure
+from eval.results import Plan, is_done, result_path
+from eval.roofline import DEVICES
+from eval.tasks import Task
+from eval.theory import Costs
+from recipes.errors import UserError
+from recipes.schema import Recipe
+from tests.scripted import ScriptedTarget
+from tests.test_measure import make_eagle, make_target, make_task, section
+
+
+def plan_of(tmp_path, **changes) -> Plan:
+    fields = {"drafters": ["lookup"], "tasks": ["mt_bench:2"], "temperatures": [0.0, 1.0]}
+    recipe = Recipe.model_validate(
+        {
+            "name": "tiny",
+            "target": {"model": "random:qwen3-tiny", "dtype": "float32"},
+            "data": {"sources": ["book"], "num_prompts": 1},
+            "eval": fields | changes,
+        }
+    )
+    return Plan(recipe, "tiny", tmp_path, tmp_path / "export", tmp_path / "results")
+
+
+def test_results_of_different_settings_never_share_a_file(tmp_path):
+    changes = [
+        {}, {"batch_size": 2}, {"num_draft_tokens": 2}, {"verification": "block"},
+        {"verification": "tree", "drafters": ["drafter"]},
+        {"verification": "tree", "drafters": ["drafter"], "tree": "3,2"},
+        {"tasks": ["mt_bench:3"]}, {"tasks": ["mt_bench:2", "humaneval"]}, {"top_p": 0.9},
+        {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"turns": "first"}, {"seed": 1},
+        {"max_new_tokens": 64}, {"lookup_max": 5}, {"draft_sampling": "sampled"},
+    ]  # fmt: skip
+    paths = [
+        result_path(plan_of(tmp_path, **change), "lookup", temperature)
+        for change in changes
+        for temperature in (0.0, 1.0)
+    ]
+    assert len(set(paths)) == len(paths) == 2 * len(changes)
+    assert paths[0].name.startswith("lookup_T0_K4_B1_")
+    assert paths[6].name.startswith("lookup_T0_K4_B1_block_")
+    assert paths[0] == result_path(plan_of(tmp_path), "lookup", 0.0)  # the same every time
+
+
+def test_points_of_a_sweep(tmp_path):
+    points = sweep.make_points(plan_of(tmp_path), [1, 8], [1, 2, 3])
+    assert len(points) == 12
+    assert len({point.path for point in points}) == 12
+    groups = {point.group for point in points}
+    assert (8, 3, 1.0) in groups and len(groups) == 12
+    tree = plan_of(tmp_path, verification="tree", drafters=["lookup", "drafter"], tree="9/3/4")
+    grown = sweep.make_points(tree, [1], [1, 2])
+    assert [(p.name, p.group) for p in grown] == [
+        ("drafter", (1, 3, 0.0)),
+        ("drafter", (1, 3, 1.0)),
+    ]
+
+
+def test_an_interrupted_sweep_keeps_what_is_written_and_goes_on(tmp_path, monkeypatch):
+    plan, tasks = plan_of(tmp_path, max_new_tokens=6), [make_task(["one two one", "b"])]
+    points = sweep.make_points(plan, [1], [1, 2])
+    target = make_target()
+    monkeypatch.setattr(sweep, "load_target", lambda *_: target)
+    times = costs.PassTimes({1: 1.0}, {"lookup": {1: 0.1}})
+    monkeypatch.setattr(sweep, "time_passes", lambda *_: times)
+    run_group, calls = sweep.measure_group, []
+
+    def stopped(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        run_group(*arguments)
+
+    monkeypatch.setattr(sweep, "measure_group", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run_points(sweep.find_todo(points, tasks), tasks)
+    assert [point.path.is_file() for point in points] == [True, True, False, False]
+    todo = sweep.find_todo(points, tasks)
+    assert todo == points[2:]
+    sweep.run_points(todo, tasks)
+    assert sweep.find_todo(points, tasks) == []
+    record = json.loads(points[0].path.read_text())
+    assert len(record["settings"]["template_hash"]) == 16
+    assert record["tasks"]["made"]["contamination"] is None
+    assert len(record["tasks"]["made"]["predicted_curve"]) == 16
+    more = [Task("made", 1, "1" * 16, make_task().prompts)]
+    assert sweep.find_todo(points, more) == points  # of other prompts
+    twice = plan_of(tmp_path, max_new_tokens=6, repeats=2, num_draft_tokens=1)
+    assert not is_done(twice, "lookup", 0.0, tasks)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_p99_both_turns_of_every_prompt_count(batch_size):
+    target = make_target()
+    prompts = [
+        make_prompt("made", "one two one two", ["and one two"], "writing"),
+        make_prompt("made", "xyzxyz", ["why?"], "math"),
+        make_prompt("made", "a b a b", [], "math"),
+    ]
+    task = Task("made", 1, "0" * 16, prompts)
+    found = measure(target, {"lookup": Lookup(1, 4)}, task, section(batch_size=batch_size), 0.0)
+    result = found["lookup"].result
+    assert (result["num_prompts"], result["turns"]) == (3, 2)
+    assert result["same_as_baseline"] == "5/5"
+    turns = result["per_turn"]
+    assert [turn["turn"] for turn in turns] == [1, 2]
+    assert sum(turn["num_rounds"] for turn in turns) == result["num_rounds"]
+    categories = result["per_category"]
+    assert list(categories) == ["writing", "math"]
+    assert sum(c["num_rounds"] for c in categories.values()) == result["num_rounds"]
+    assert categories["writing"]["tau_ci95"] is None  # one prompt says nothing of the spread
+    assert found["lookup"].samples[1]["turn"] == (1 if batch_size == 1 else 0)
+    first = section(batch_size=batch_size, turns="first")
+    only = measure(target, {"lookup": Lookup(1, 4)}, task, first, 0.0)["lookup"].result
+    assert (only["turns"], len(only["per_turn"])) == (1, 1)
+    assert only["num_rounds"] == turns[0]["num_rounds"]
+
+
+def test_a_tree_and_block_verification_are_measured_like_a_chain():
+    target = make_target()
+    drafters, results = {"drafter": make_eagle(target)}, {}
+    for name in ("token", "block", "tree"):
+        wanted = section(verification=name, tree="6/3/2", drafters=["drafter"], oracle=True)
+        results[name] = measure(target, drafters, make_task(), wanted, 0.0)["drafter"].result
+        assert results[name]["same_as_baseline"] == "4/4"
+        assert results[name]["num_tokens"] == results["token"]["num_tokens"]
+    assert results["tree"]["tau"] >= results["token"]["tau"]  # its branches hold the chain
+    assert "predicted_curve" not in results["tree"]
+    assert "oracle_share" not in results["tree"]
+
+
+def test_pass_times_grow_with_what_they_cost():
+    """A clock that 1 ms a position moves: what is timed is the pass of that size, nothing else."""
+    now = SimpleNamespace(s=0.0)
+    target = ScriptedTarget.chain({i: i + 1 for i in range(30)}, [])
+    forward = target.forward
+
+    def slow(ids_BS, cache, aux_layers=()):
+        now.s += 0.001 * ids_BS.shape[1]
+        return forward(ids_BS, cache, aux_layers)
+
+    target.forward = slow
+    times = costs.measure_passes(
+        target, {"lookup": Lookup(1, 2)}, [[1, 2]], 3, Sampling(), 2, lambda: now.s
+    )
+    assert times.verify == {r: pytest.approx(float(r)) for r in costs.VERIFY_SIZES}
+    assert times.draft == {"lookup": dict.fromkeys(costs.DRAFT_SIZES, 0.0)}
+    assert Costs(times.verify, times.draft["lookup"], {0: 0.0}).verify(10) == pytest.approx(10.0)
+
+
+def test_plan_says_which_number_to_serve_with(tmp_path, monkeypatch):
+    target = make_target()
+    monkeypatch.setattr(serving, "load_target", lambda *_: target)
+    plan = plan_of(tmp_path, max_new_tokens=20, lookup_min=1)
+    path, line = serving.make_plan(plan, [make_task()], [1, 2], "H200")
+    found = json.loads(path.read_text())
+    assert path == tmp_path / "results" / "plan.json"
+    assert (found["schema"], found["drafter"], found["device"]["name"]) == (1, "lookup", "H200")
+    places = [(t["temperature"], t["batch_size"]) for t in found["tables"]]
+    assert places == [(0.0, 1), (0.0, 2), (1.0, 1), (1.0, 2)]
+    table = found["tables"][0]
+    assert found["num_draft_tokens"] == table["num_draft_tokens"]
+    assert [p["num_draft_tokens"] for p in table["points"]] == list(range(1, 17))
+    fastest = max(table["points"], key=lambda p: p["speedup"])
+    if fastest["speedup"] > 1:
+        assert f"serve with {fastest['num_draft_tokens']} draft tokens" in line
+    else:
+        assert "serve without this drafter" in line
+    text = serving.to_text(found)
+    assert text.count("perfect  share") == 4
+    assert "H200" in [device.name for device in DEVICES]
+    with pytest.raises(UserError, match="no prompt to plan with"):
+        serving.make_plan(plan, [make_task([])], [1])
