@@ -9,7 +9,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.files import read_json, write_json, write_text
 from eval.board_page import make_samples, to_html
-from eval.report import ORDER, make_rows, sort_rows, to_markdown, used_columns
+from eval.report import (
+    ORDER,
+    make_rows,
+    read_certificate,
+    sort_rows,
+    to_markdown,
+    used_columns,
+)
 from recipes.errors import UserError
 
 EXAMPLES = """examples:
@@ -45,6 +52,12 @@ def find_records(paths: list[Path]) -> list[Path]:
     return list({file.resolve(): file for file in found}.values())
 
 
+def find_certificate(file: Path) -> dict[str, Any] | None:
+    """That of NAME_T*.json lies beside it as certificate_NAME.json."""
+    path = file.with_name(f"certificate_{file.name.partition('_T')[0]}.json")
+    return read_certificate(read_json(path), str(path)) if path.is_file() else None
+
+
 def main() -> None:
     """Read the records that the command line names, write the three views."""
     parser = argparse.ArgumentParser(
@@ -58,7 +71,7 @@ def main() -> None:
     samples: list[dict[str, Any]] = []
     for file in find_records(arguments.results):
         record = read_json(file)
-        rows += make_rows(record, str(file))
+        rows += make_rows(record, str(file), find_certificate(file))
         samples += make_samples(record, str(file))
     if not rows:
         raise UserError("the results hold no task; run eval/bench.py with --tasks")

@@ -10,11 +10,12 @@ first; rows without a speedup come last. Within one task at T=0 the first row is
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from eval.record import Identity, Lossless, Settings, TaskResult, validate
+from recipes.errors import UserError
 
 Row = dict[str, Any]
 
@@ -162,8 +163,35 @@ COLUMNS = tuple(Column(*column) for column in (
 # fmt: on
 
 
-def make_rows(record: Any, source: str) -> list[Row]:
-    """One row per task of a record; `source` names the record's file in the views and errors.
+def read_certificate(found: Any, source: str) -> dict[str, Any]:
+    """What the views show of a certificate (eval.certify.Certificate).
+
+    Returns:
+        {"verdict": "passed" | "failed", "broken": [{"name", "p_value", "tokens_needed",
+        "at_least"}]}, one for each verifier that was broken on purpose.
+
+    Raises:
+        UserError: it is not a certificate.
+    """
+    try:
+        broken = [
+            {"name": fault["what"] + ", at " + fault["setting"]}
+            | {key: fault[key] for key in ("p_value", "tokens_needed", "at_least")}
+            for fault in found["power"]
+        ]
+        return {"verdict": "passed" if found["passed"] else "failed", "broken": broken}
+    except (KeyError, TypeError) as error:
+        mend = "no certificate; write it again with `python eval/bench.py RECIPE --certify`"
+        raise UserError(f"{source}: {mend} ({error!r})") from error
+
+
+def make_rows(record: Any, source: str, certificate: Mapping[str, Any] | None = None) -> list[Row]:
+    """One row per task of a record.
+
+    Args:
+        source: the record's file, named in the views and errors.
+        certificate: that of the drafter (read_certificate). It is of this project's loop, so
+            records of other engines do not get it.
 
     Raises:
         UserError: it is not a result record.
@@ -174,7 +202,9 @@ def make_rows(record: Any, source: str) -> list[Row]:
         key: valid["identity"].get(key) for key in (*Identity.__annotations__, "train_minutes")
     }
     shared |= {key: valid["settings"].get(key) for key in Settings.__annotations__}
-    shared |= {key: lossless.get(key) for key in (*Lossless.__annotations__, "certificate")}
+    shared |= {key: lossless.get(key) for key in Lossless.__annotations__}
+    ours = certificate if shared["engine"] == "torch" else None
+    shared["certificate"] = lossless.get("certificate", ours)
     keys = (*TaskResult.__annotations__, *LATER_KEYS)
     rows = [
         {"source": source, "task": name, **shared} | {key: task.get(key) for key in keys}

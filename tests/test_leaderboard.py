@@ -221,6 +221,50 @@ def test_script_writes_three_views_and_reads_its_own_folder_again(tmp_path: Path
     assert "demo | head (eagle3), T=0, K=4, batch 1" in labels
 
 
+CERTIFICATE = {
+    "passed": True,
+    "power": [
+        {
+            "verifier": "from_p",
+            "what": "replacement drawn from p",
+            "setting": "T=1",
+            "p_value": 1e-9,
+            "caught": True,
+            "tokens_needed": 2400,
+            "at_least": False,
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize(("passed", "verdict"), [(True, "passed"), (False, "failed")])
+def test_certificate_beside_a_record_goes_with_its_rows(tmp_path: Path, passed: bool, verdict: str):
+    text = json.dumps(RECORDS["head-t1.json"])
+    for name in ("drafter_T1_K4.json", "lookup_T1_K4.json"):
+        (tmp_path / name).write_text(text)
+    served = copy.deepcopy(RECORDS["head-t1.json"])
+    served["settings"]["engine"] = "vllm"  # this loop's certificate says nothing of another
+    (tmp_path / "drafter_T1_vllm.json").write_text(json.dumps(served))
+    (tmp_path / "certificate_drafter.json").write_text(json.dumps(CERTIFICATE | {"passed": passed}))
+    done = run(tmp_path, "--out", tmp_path / "report")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = json.loads((tmp_path / "report/leaderboard.json").read_text())["rows"]
+    found = {Path(row["source"]).name: row["certificate"] for row in rows}
+    assert found["lookup_T1_K4.json"] is found["drafter_T1_vllm.json"] is None
+    broken = {"name": "replacement drawn from p, at T=1", "p_value": 1e-9}
+    broken |= {"tokens_needed": 2400, "at_least": False}
+    assert found["drafter_T1_K4.json"] == {"verdict": verdict, "broken": [broken]}
+    assert f"certificate {verdict}" in (tmp_path / "report/leaderboard.md").read_text()
+
+
+def test_damaged_certificate_is_named(tmp_path: Path):
+    (tmp_path / "drafter_T1.json").write_text(json.dumps(RECORDS["head-t1.json"]))
+    (tmp_path / "certificate_drafter.json").write_text('{"passed": true}')
+    done = run(tmp_path, "--out", tmp_path / "report")
+    assert done.returncode == 2
+    assert "certificate_drafter.json: no certificate" in done.stderr
+
+
 def test_help_shows_examples():
     done = run("--help")
     assert done.returncode == 0

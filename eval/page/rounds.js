@@ -82,7 +82,7 @@ $("records").tBodies[0].append(...records.map(row => el("tr", {}, RECORD.map(([k
 const certified = records.filter(row => row.certificate);
 $("certificates").hidden = certified.length === 0;
 const broke = certified.flatMap(row => (row.certificate.broken ?? []).map(one => el("tr", {}, el("td", {}, row.text.drafter), el("td", {}, String(row.temperature)), el("td", {}, row.certificate.verdict), el("td", {}, one.name),
-  el("td", { class: present(one.p_value) && one.p_value < .001 ? null : "none" }, present(one.p_value) ? one.p_value.toPrecision(2) : "n/a"), el("td", {}, plain(one.tokens_needed)))));
+  el("td", { class: present(one.p_value) && one.p_value < .001 ? null : "none" }, present(one.p_value) ? one.p_value.toPrecision(2) : "n/a"), el("td", {}, `${one.at_least ? "at least " : ""}${plain(one.tokens_needed)}`))));
 within("certificates", ".tables").append(el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Broken verifiers" }, el("table", { class: "plain" }, heads(["Drafter", "T", "Verdict", "Broken verifier", "p-value", "Tokens needed"]), el("tbody", {}, broke))));
 
 function draw() {

@@ -65,7 +65,7 @@ function bar(row, share) {
 }
 const broken = row => {
   const [same, checked] = (row.greedy_identical ?? "0/0").split("/");
-  return same !== checked || (present(row.pit_p_value) && row.pit_p_value < 0.001);
+  return same !== checked || row.certificate?.verdict === "failed" || (present(row.pit_p_value) && row.pit_p_value < 0.001);
 };
 function cell(row, column) {
   const text = row.text[column.key] ?? String(row[column.key]), body = el("div");
