@@ -187,6 +187,11 @@ class Target:
         )
         return TargetStates(hidden_BSH, aux_BSF)
 
+    @torch.no_grad()
+    def final_norm(self, hidden_H: Tensor) -> Tensor:
+        """States before the final norm -> what the head reads, in the target's dtype."""
+        return self.decoder.norm(hidden_H.to(self.dtype))
+
     def head_rows(self, token_ids: Tensor) -> "HeadRows":
         """The rows of the output head that belong to some tokens, for `logits`."""
         bias = self.model.get_output_embeddings().bias

@@ -189,7 +189,7 @@ class TrainedDrafter(nn.Module, DecodingDrafter):
     def head_weights(self) -> list[Tensor]:
         """The head [D, W]; one for all depths, or one for each."""
 
-    def extra_loss(self, slots: Slots, alpha_N: Tensor) -> Tensor | None:
+    def extra_loss(self, batch: Batch, slots: Slots, alpha_N: Tensor) -> Tensor | None:
         """A sum over slots to be added to the loss, e.g. of a confidence head.
 
         Args:

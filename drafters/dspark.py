@@ -156,7 +156,7 @@ class DSpark(DFlash):
         head_NW = torch.cat([hidden_NH, torch.stack(features, 1)[at]], -1)
         return DSparkSlots(head_NW, anchor_N, depth_N, confidence_N)
 
-    def extra_loss(self, slots: Slots, alpha_N: Tensor) -> Tensor | None:
+    def extra_loss(self, batch: Batch, slots: Slots, alpha_N: Tensor) -> Tensor | None:
         """Binary cross-entropy of the confidence head against alpha."""
         assert isinstance(slots, DSparkSlots)
         if slots.confidence_N is None:

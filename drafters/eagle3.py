@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from data.attention import masked_attention
@@ -24,7 +23,7 @@ from data.target import Target
 from drafters.anchors import supervised_slots
 from drafters.base import Proposal, Sampling, Slots, TrainedDrafter
 from drafters.drafting import Draft
-from drafters.layers import MLP, Attend, Attention, Linear, RMSNorm, rollout_attention
+from drafters.layers import MLP, Attend, Attention, Linear, RMSNorm, rollout_attention, rotary_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +56,13 @@ class Eagle3Config:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"aux_layers": list(self.aux_layers)}
+
+
+def rotary_of(config: Eagle3Config) -> LlamaRotaryEmbedding:
+    """The drafter's rotary table, kept in a list so that no cast rounds it."""
+    return rotary_table(
+        config.head_dim, config.max_position_embeddings, dict(config.rope_parameters)
+    )
 
 
 class Eagle3Layer(nn.Module):
@@ -127,18 +133,7 @@ class Eagle3(TrainedDrafter):
         self.lm_head = Linear(H, config.draft_vocab_size, bias=False)
         # target id = draft id + d2t[draft id]; an identity map when nothing is left out.
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        rope_config = LlamaConfig(
-            hidden_size=H,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=dict(config.rope_parameters),
-        )
-        with torch.device("cpu"):  # also where the weights are built on meta
-            rope = LlamaRotaryEmbedding(rope_config)
-        # In lists, so that they are no part of the module: casting the drafter to bf16 must not
-        # round the rotary table, and the embedding is the target's.
-        self._rope = [rope]
+        self._rope = [rotary_of(config)]
         self._embeddings: list[Tensor] = []
 
     def use_embeddings(self, embed_weight_VH: Tensor) -> None:
@@ -188,9 +183,19 @@ class Eagle3(TrainedDrafter):
         """The state of a step -> what the head reads."""
         return state_H if self.config.norm_output else self.norm(state_H)
 
+    def head_logits(self, state_H: Tensor) -> Tensor:
+        """The state of a step -> logits over the draft vocabulary."""
+        return self.lm_head(self.head_input(state_H))
+
     # Training: all rows at once.
 
-    def rollout(self, ids_BS: Tensor, aux_BSF: Tensor, num_steps: int) -> list[Tensor]:
+    def features(self, aux_BSF: Tensor, _seed: int) -> Tensor:
+        """What training gives the rows of step 0; what decoding gives them is `fuse`."""
+        return self.fuse(aux_BSF)
+
+    def rollout(
+        self, ids_BS: Tensor, aux_BSF: Tensor, num_steps: int, seed: int = 0
+    ) -> list[Tensor]:
         """Head inputs [B, S, H] of rollout steps 0..num_steps-1 (section 3.2: training-time test).
 
         Rows whose token t+1+k lies past the end of the row are computed on padding; the caller's
@@ -198,7 +203,7 @@ class Eagle3(TrainedDrafter):
         """
         S = ids_BS.shape[1]
         positions_1S = torch.arange(S, device=ids_BS.device)[None]
-        hidden_BSH, outputs = self.fuse(aux_BSF), []
+        hidden_BSH, outputs = self.features(aux_BSF, seed), []
         keys: list[list[Tensor]] = [[] for _ in self.layers]
         values: list[list[Tensor]] = [[] for _ in self.layers]
 
@@ -221,7 +226,7 @@ class Eagle3(TrainedDrafter):
         """Row t drafts behind anchor t + 1; rollout step k is depth k."""
         assert batch.aux_BSF is not None, "states are attached before the step"
         anchor_N, depth_N = supervised_slots(batch, num_depths)
-        heads = self.rollout(batch.ids_BS, batch.aux_BSF, num_depths)
+        heads = self.rollout(batch.ids_BS, batch.aux_BSF, num_depths, batch.seed)
         parts = [h.flatten(0, 1)[anchor_N[depth_N == k] - 1] for k, h in enumerate(heads)]
         return Slots(torch.cat(parts), anchor_N, depth_N)
 
@@ -278,7 +283,7 @@ class Eagle3(TrainedDrafter):
         hidden_BH = state.last_hidden_BH
         draft = Draft(self, sampling, uniforms_BK, seen_BV)
         for k in range(num_draft):
-            token_B = draft.draw(self.lm_head(self.head_input(hidden_BH)))
+            token_B = draft.draw(self.head_logits(hidden_BH))
             if k + 1 < num_draft:
                 hidden_BH = self._cached_step(state, token_B[:, None], hidden_BH[:, None])[:, 0]
                 state.cache.advance(1)

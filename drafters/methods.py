@@ -12,12 +12,23 @@ from torch import nn
 
 from data.target import Target
 from data.vocab import DraftVocab
-from drafters import block_build, dflash_form, dspark_form, eagle3_build, p_eagle_form, vllm_config
+from drafters import (
+    block_build,
+    dflash_form,
+    dspark_form,
+    eagle1_form,
+    eagle3_build,
+    medusa_form,
+    p_eagle_form,
+    vllm_config,
+)
 from drafters.base import TrainedDrafter
 from drafters.dflash import DFlash
 from drafters.dspark import DSpark
+from drafters.eagle1 import Eagle1
 from drafters.eagle3 import Eagle3
 from drafters.export_form import ExportForm
+from drafters.medusa import Medusa
 from drafters.p_eagle import PEagle
 from recipes.drafter_sections import DrafterSection
 
@@ -52,6 +63,18 @@ METHODS: dict[str, Method] = {
         make_config=eagle3_build.make_parallel_config,
         initialize=eagle3_build.initialize,
         form=p_eagle_form.FORM,
+    ),
+    "eagle1": Method(
+        drafter=Eagle1,
+        make_config=eagle1_form.make_shape,
+        initialize=eagle1_form.initialize,
+        form=eagle1_form.FORM,
+    ),
+    "medusa": Method(
+        drafter=Medusa,
+        make_config=medusa_form.make_shape,
+        initialize=medusa_form.initialize,
+        form=medusa_form.FORM,
     ),
     "dflash": Method(
         drafter=DFlash,

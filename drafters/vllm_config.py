@@ -88,7 +88,7 @@ def make_config(
         "pad_token_id": target.pad_token_id,
     }
     common = {"dtype": name, "torch_dtype": name, "transformers_version": transformers.__version__}
-    layer, draft = _layer_keys(drafter), _draft_keys(drafter, form)
+    layer, draft = layer_keys(drafter), _draft_keys(drafter, form)
     if form == "vllm":
         return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **draft, **ids, **common}
     return {
@@ -171,14 +171,15 @@ def read_eagle_config(
             drafter = drafter_type(shape)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{where}: no drafter has this shape: {error!r}") from error
-    _require_equal(layer, _layer_keys(drafter), where)
-    _require_equal(config, _draft_keys(drafter, form), where)
+    require_equal(layer, layer_keys(drafter), where)
+    require_equal(config, _draft_keys(drafter, form), where)
     if config["dtype"] not in DTYPES:
         raise UserError(f"{where}: dtype {config['dtype']!r} is none of {', '.join(DTYPES)}")
     return drafter, DTYPES[config["dtype"]]
 
 
-def _require_equal(section: dict[str, Any], expected: dict[str, Any], where: Path) -> None:
+def require_equal(section: dict[str, Any], expected: dict[str, Any], where: Path) -> None:
+    """UserError unless a config has every expected key with the expected value."""
     missing = [key for key in expected if key not in section]
     if missing:
         raise UserError(f"{where}: missing keys: {', '.join(missing)}")
@@ -246,7 +247,8 @@ def target_faults(shape: Eagle3Config, target: TargetInfo) -> list[str]:
     return faults
 
 
-def _layer_keys(drafter: Eagle3) -> dict[str, Any]:
+def layer_keys(drafter: Eagle3) -> dict[str, Any]:
+    """The keys of a Llama model, of both forms."""
     shape = drafter.config.to_dict()
     # As the rotary table was made from it: with the type written out.
     rope = {"rope_type": "default", **cast(dict[str, Any], drafter.rope.config.rope_parameters)}

@@ -39,6 +39,11 @@ class LayeredSection(Section):
             )
         return layers
 
+    @property
+    def trains_head(self) -> bool:
+        """Whether the drafter's own head learns, where it has one."""
+        return True
+
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
         if self.aux_layers is not None and len(set(self.aux_layers)) < len(self.aux_layers):
@@ -70,6 +75,10 @@ class EagleLayers(LayeredSection):
     fc_norm: bool = Field(
         default=False, description="one norm a captured state before fc (EAGLE-3.1 switch)"
     )
+
+    @property
+    def trains_head(self) -> bool:
+        return self.train_head
 
     @model_validator(mode="after")
     def _check_switches(self) -> Self:
@@ -155,6 +164,10 @@ class BlockSection(LayeredSection):
             )
         return layers
 
+    @property
+    def trains_head(self) -> bool:
+        return self.train_head
+
     @model_validator(mode="after")
     def _check_head(self) -> Self:
         if self.train_head and self.draft_vocab_size is None:
@@ -208,4 +221,54 @@ class DSparkSection(BlockSection):
         return self
 
 
-DrafterSection: TypeAlias = Eagle3Section | PEagleSection | DFlashSection | DSparkSection
+class Eagle1Section(LayeredSection):
+    """EAGLE-1: a layer over the target's last state, which predicts the next such state."""
+
+    method: Literal["eagle1"] = Field(default="eagle1", description="architecture")
+    draft_vocab_size: None = Field(default=None, description="all: the head is the target's")
+    aux_layers: None = Field(default=None, description="none: EAGLE-1 reads the last state")
+    init: Literal["random", "target"] = Field(
+        default="random", description="layer and fc: random as EAGLE-1, or from target (warm start)"
+    )
+    feature_weight: NotNegative = Field(
+        default=10.0,
+        description="of the smooth L1 distance to the target's state, beside the loss; EAGLE-1 "
+        "has 1 to 0.1",
+    )
+    noise: NotNegative = Field(
+        default=0.2, description="states are shifted by up to this in training; 0.2 as EAGLE-1"
+    )
+
+    def default_aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """The last state."""
+        return (num_target_layers,)
+
+
+class MedusaSection(Section):
+    """Medusa: independent heads on the target's last state, one a drafted token."""
+
+    method: Literal["medusa"] = Field(default="medusa", description="architecture")
+    num_heads: Count = Field(default=3, description="tokens drafted; 3 as Medusa's script")
+    num_layers: Count = Field(default=1, description="residual blocks a head; 1 as Medusa")
+    bias: bool = Field(default=True, description="of the blocks; as Medusa")
+    shared_head: bool = Field(
+        default=True,
+        description="end every head in the target's own, frozen; Medusa trains a copy a head, "
+        "which at a vocabulary of 150,000 is most of its weights",
+    )
+    draft_vocab_size: None = Field(default=None, description="all: engines know no other")
+    aux_layers: None = Field(default=None, description="none: Medusa reads the last state")
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the drafter's own head learns."""
+        return not self.shared_head
+
+    def default_aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """The last state."""
+        return (num_target_layers,)
+
+
+DrafterSection: TypeAlias = (
+    Eagle3Section | PEagleSection | DFlashSection | DSparkSection | Eagle1Section | MedusaSection
+)

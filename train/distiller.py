@@ -84,7 +84,7 @@ class Distiller(nn.Module):
             loss = loss + part_loss
             stats = {k: stats.get(k, 0) + v for k, v in part_stats.items()}
             alpha_N[order_N[part_N]] = part_alpha_N
-        extra = self.drafter.extra_loss(slots, alpha_N)
+        extra = self.drafter.extra_loss(batch, slots, alpha_N)
         return (loss if extra is None else loss + extra), stats
 
     def _teacher(self, batch: Batch, position_N: Tensor, labels_N: Tensor) -> Teacher:

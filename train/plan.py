@@ -36,7 +36,7 @@ def _sizes(recipe: Recipe) -> str:
     drafter = build_on_meta(recipe.drafter, fields, aux, D)
     counts = {name: p.numel() for name, p in drafter.named_parameters()}
     total, head = sum(counts.values()), counts.get("lm_head.weight", 0)
-    trained = total - (0 if recipe.drafter.train_head else head)
+    trained = total - (0 if recipe.drafter.trains_head else head)
     target = _target_parameters(fields)
     section, world = recipe.train, int(os.environ.get("WORLD_SIZE", "1"))
     report = data_dir(recipe) / "report.json"
