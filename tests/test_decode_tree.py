@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+import torch
 from scipy.stats import chisquare
 
 from drafters.base import Sampling
@@ -173,15 +174,23 @@ def test_p83_no_guess_is_deeper_than_the_cap_allows(cap):
             room -= r.emitted
 
 
-def test_p91_drafter_cache_holds_all_committed_tokens_but_one(monkeypatch):
+def test_p91_drafter_is_left_as_if_it_had_read_the_answer(monkeypatch):
     target = small_target()
     drafter, states = random_eagle(target), []
     start = drafter.start
     monkeypatch.setattr(drafter, "start", lambda *a: states.append(start(*a)) or states[-1])
     settings = DecodeSettings(max_new_tokens=14)
     rows, _ = decode_tree(target, drafter, PROMPTS, settings, FixedTree((3, 2)))
-    expected = [len(p) + len(row.ids) - 1 for p, row in zip(PROMPTS, rows, strict=True)]
-    assert states[0].cache.lengths_B.tolist() == expected
+    state = states[0]
+    for b, (prompt, row) in enumerate(zip(PROMPTS, rows, strict=True)):
+        ids_1S = torch.tensor([prompt + row.ids])
+        num_1 = torch.tensor([ids_1S.shape[1] - 1])
+        fresh = start([prompt], 64)
+        aux_1SF = target.forward(ids_1S[:, :-1], None, drafter.aux_layers).aux_BSF
+        drafter.observe(fresh, ids_1S[:, 1:], aux_1SF, num_1)
+        assert int(state.cache.lengths_B[b]) == int(num_1)  # all but the last token
+        expected = fresh.last_hidden_BH[0]
+        torch.testing.assert_close(state.last_hidden_BH[b], expected, atol=1e-3, rtol=1e-3)
 
 
 def test_answers_are_told_while_they_are_written():

@@ -130,6 +130,15 @@ def test_mask_of_a_tree():
     ]  # fmt: skip
 
 
+def test_a_window_counts_positions_and_not_places():
+    # Node 4 lies two places behind its depth; a window of one position hides it from its child.
+    cache = KVCache(1, 1, 12, 1, 2, torch.float32)
+    cache.advance(3)
+    cache.begin(7, attention_nodes(TREE))
+    assert torch.equal(cache.mask_BST(1)[0, :, 3:], torch.eye(7, dtype=torch.bool))
+    assert cache.mask_BST(2)[0, 6].int().tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 0, 1]
+
+
 def test_only_the_path_is_kept():
     cache = KVCache(2, 2, 10, 1, 1, torch.float32)
     cache.advance(torch.tensor([2, 1]))
