@@ -44,7 +44,8 @@ class Eagle1Layer(Eagle3Layer):
         shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.self_attn = Attention(H, H, *shape)
         if first:
-            self.input_layernorm = nn.Identity()
+            del self.input_layernorm
+            self.add_module("input_layernorm", nn.Identity())
 
 
 class Eagle1(Eagle3):

@@ -89,7 +89,7 @@ class Medusa(TrainedDrafter):
     def head_weights(self) -> list[Tensor]:
         if self.config.shared_head:
             return [self.lm_head.weight]
-        return [head.weight for head in self.lm_heads]
+        return [head.get_parameter("weight") for head in self.lm_heads]
 
     def slots(self, batch: Batch, num_depths: int) -> Slots:
         assert batch.aux_BSF is not None, "states are attached before the step"
@@ -110,13 +110,16 @@ class Medusa(TrainedDrafter):
             )
 
     def _feature(self, aux_NF: Tensor) -> Tensor:
-        return self._target[0].final_norm(aux_NF).to(self.blocks[0].layers[0].weight.dtype)
+        return self._target[0].final_norm(aux_NF).to(self._weight.dtype)
+
+    @property
+    def _weight(self) -> Tensor:
+        return self.get_parameter("blocks.0.layers.0.weight")
 
     # Decoding: the state is the feature of the newest committed position, [B, H].
 
     def start(self, prompts: list[list[int]], max_length: int) -> list[Tensor]:
-        weight = self.blocks[0].layers[0].weight
-        return [weight.new_zeros(len(prompts), self.config.hidden_size)]
+        return [self._weight.new_zeros(len(prompts), self.config.hidden_size)]
 
     @torch.no_grad()
     def observe(

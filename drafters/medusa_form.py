@@ -49,12 +49,11 @@ def make_shape(
 
 def initialize(drafter: Medusa, _section: MedusaSection, target: Target) -> None:
     """Every head starts as the target's own next-token head (section 2.2 of the paper)."""
-    for block in drafter.blocks:
-        for layer in block.layers:
-            layer.weight.zero_()
-    if not drafter.config.shared_head:
-        for head in drafter.lm_heads:
-            head.weight.copy_(target.head_weight_VH)
+    for name, weight in drafter.named_parameters():
+        if name.startswith("blocks."):
+            weight.zero_()
+        elif not drafter.config.shared_head:
+            weight.copy_(target.head_weight_VH)
 
 
 def form_of(config: dict[str, Any]) -> Form | None:

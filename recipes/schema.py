@@ -57,11 +57,24 @@ class TargetSection(Section):
 class LossSection(Section):
     """What is minimised, over supervised positions only."""
 
-    name: Literal["kl", "ce", "tv", "lk_hybrid"] = Field(
-        default="kl", description="kl: forward KL, as EAGLE-3 up to a constant; ce: hard labels"
+    name: Literal["kl", "ce", "rkl", "jsd", "tv", "l1", "nla", "lk_hybrid", "e2e_tv"] = Field(
+        default="kl",
+        description="kl: forward KL, as EAGLE-3 up to a constant; ce: hard labels; rkl, jsd: "
+        "reverse KL, Jensen-Shannon; tv: share rejected, l1: twice that; nla: -log acceptance; "
+        "lk_hybrid: KL turning into tv; e2e_tv: expected accepted length of a draft",
+    )
+    ce_share: Share = Field(
+        default=0.0, description="hard labels mixed in: s * ce + (1 - s) * loss; DSpark 0.1"
+    )
+    position_weights: Literal["decay", "d_pace"] = Field(
+        default="decay",
+        description="decay: step_decay^k; d_pace: by the effect on the accepted length (D-PACE)",
     )
     num_steps: Count = Field(default=7, description="drafting steps in training, as EAGLE-3")
-    step_decay: Positive = Field(default=0.8, description="weight of step k is step_decay^k")
+    step_decay: Positive = Field(
+        default=0.8,
+        description="weight of step k is step_decay^k; exp(-k/g) is step_decay exp(-1/g)",
+    )
     renormalize: bool = Field(
         default=True,
         description="target over the draft vocabulary as EAGLE-3; false keeps the missing mass, so "
@@ -70,6 +83,14 @@ class LossSection(Section):
     lk_scale: Share = Field(default=1.0, description="lk_hybrid: s in KL share s*exp(-d*alpha)")
     lk_decay: NotNegative = Field(default=3.0, description="lk_hybrid: d in the same formula")
     chunk_size: Count = Field(default=512, description="positions a chunk of logits; memory only")
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if self.name == "e2e_tv" and (self.position_weights != "decay" or self.ce_share):
+            raise ValueError(
+                "name e2e_tv has weights of its own: leave position_weights and ce_share out"
+            )
+        return self
 
 
 class TrainSection(Section):

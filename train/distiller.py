@@ -16,7 +16,8 @@ from data.vocab import DraftVocab
 from drafters.anchors import anchors_of
 from drafters.base import TrainedDrafter
 from recipes.schema import LossSection
-from train.losses import LOSSES, LossOptions, Teacher, linear_loss
+from train.losses import LOSSES, LossOptions, Teacher, head_pass, linear_loss
+from train.weighting import by_draft, d_pace_weights, end_to_end_weights
 
 
 class Distiller(nn.Module):
@@ -30,7 +31,10 @@ class Distiller(nn.Module):
         self.drafter = drafter
         self.loss = loss
         self.options = LossOptions(
-            renormalize=loss.renormalize, lk_scale=loss.lk_scale, lk_decay=loss.lk_decay
+            renormalize=loss.renormalize,
+            lk_scale=loss.lk_scale,
+            lk_decay=loss.lk_decay,
+            ce_share=loss.ce_share,
         )
         self.register_buffer("draft_ids_V", vocab.draft_ids_V, persistent=False)
         self._target: list[Target] = []
@@ -45,7 +49,7 @@ class Distiller(nn.Module):
         self._head_rows = None if whole else target.head_rows(ids_D)
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum over supervised slots of step_decay^k * loss, and sums [G] of what is reported.
+        """Weighted sum of the loss over supervised slots, and sums [G] of what is reported.
 
         The batch carries states (see data.batch). Divide the loss by the number of slots of depth
         0 of the whole optimizer step, see `count_slots`.
@@ -61,31 +65,49 @@ class Distiller(nn.Module):
             keep_N = self._inside(batch, position_N)
             head_NW, depth_N = head_NW[keep_N], depth_N[keep_N]
             position_N, labels_N, order_N = position_N[keep_N], labels_N[keep_N], order_N[keep_N]
-        weights_N = self.loss.step_decay ** depth_N.to(head_NW.dtype)
         alpha_N = torch.zeros(len(slots.anchor_N), device=head_NW.device)
-
         heads = self.drafter.head_weights()
         parts: list[slice | Tensor] = [slice(None)]
         if len(heads) > 1:
             parts = [depth_N == k for k in range(len(heads))]
+        teachers = [self._teacher(batch, position_N[part], labels_N[part]) for part in parts]
+        weights_N = self.loss.step_decay ** depth_N.to(head_NW.dtype)
+        if self.loss.name == "e2e_tv" or self.loss.position_weights == "d_pace":
+            alphas_N, q_N = torch.zeros_like(weights_N), torch.zeros_like(weights_N)
+            for head_DW, part, teacher in zip(heads, parts, teachers, strict=True):
+                passed = head_pass(head_NW[part], head_DW, teacher, self.loss.chunk_size)
+                alphas_N[part], q_N[part] = passed[0].to(q_N), passed[1].to(q_N)
+            weights_N = self._weights(alphas_N, q_N, position_N - depth_N, depth_N)
+
         loss, stats = head_NW.new_zeros(()), dict[str, Tensor]()
-        for head_DW, part_N in zip(heads, parts, strict=True):
+        for head_DW, part, teacher in zip(heads, parts, teachers, strict=True):
             part_loss, part_stats, part_alpha_N = linear_loss(
-                head_NW[part_N],
+                head_NW[part],
                 head_DW,
-                self._teacher(batch, position_N[part_N], labels_N[part_N]),
+                teacher,
                 LOSSES[self.loss.name],
                 self.options,
                 self.loss.chunk_size,
-                weights_N[part_N],
-                depth_N[part_N],
+                weights_N[part],
+                depth_N[part],
                 num_depths,
             )
             loss = loss + part_loss
             stats = {k: stats.get(k, 0) + v for k, v in part_stats.items()}
-            alpha_N[order_N[part_N]] = part_alpha_N
+            alpha_N[order_N[part]] = part_alpha_N
         extra = self.drafter.extra_loss(batch, slots, alpha_N)
         return (loss if extra is None else loss + extra), stats
+
+    def _weights(self, alpha_N: Tensor, q_N: Tensor, anchor_N: Tensor, depth_N: Tensor) -> Tensor:
+        """Weights by what a slot does to the accepted length of its draft (train.weighting)."""
+        num_depths = self.loss.num_steps
+        _, place_N = anchor_N.unique(return_inverse=True)
+        if self.loss.name == "e2e_tv":
+            table_AG = end_to_end_weights(by_draft(alpha_N, anchor_N, depth_N, num_depths))
+        else:
+            known_AG = by_draft(torch.ones_like(q_N), anchor_N, depth_N, num_depths) > 0
+            table_AG = d_pace_weights(by_draft(q_N, anchor_N, depth_N, num_depths), known_AG)
+        return table_AG[place_N, depth_N]
 
     def _teacher(self, batch: Batch, position_N: Tensor, labels_N: Tensor) -> Teacher:
         """The target's probabilities of the draft vocabulary (missing mass kept) at positions."""

@@ -34,11 +34,13 @@ class LossOptions:
     renormalize: the loss sees p / sum(p) over the draft vocabulary (EAGLE-3); False keeps the
         missing mass.
     lk_scale, lk_decay: lk_hybrid's weight of the KL part is lk_scale * exp(-lk_decay * alpha).
+    ce_share: this share s mixes hard labels in, s * ce + (1 - s) * loss.
     """
 
     renormalize: bool = True
     lk_scale: float = 1.0
     lk_decay: float = 3.0
+    ce_share: float = 0.0
 
 
 def ce(logits_ND: Tensor, _p_ND: Tensor, labels_N: Tensor, _options: LossOptions) -> Tensor:
@@ -107,8 +109,72 @@ def lk_hybrid(logits_ND: Tensor, p_ND: Tensor, labels_N: Tensor, options: LossOp
     return lam_N * kl(logits_ND, p_ND, labels_N, options) + (1.0 - lam_N) * tv_N
 
 
+def rkl(logits_ND: Tensor, p_ND: Tensor, _labels_N: Tensor, _options: LossOptions) -> Tensor:
+    """Reverse KL divergence: sum_v q(v) log(q(v) / p(v)) over the draft vocabulary.
+
+    Seeks the modes of p rather than its whole mass. p below 1e-8 counts as 1e-8.
+
+    Returns:
+        losses_N in nats.
+    Source: DistillSpec (arXiv 2310.08461).
+    """
+    log_q_ND = logits_ND.log_softmax(dim=1)
+    return (log_q_ND.exp() * (log_q_ND - p_ND.clamp(min=SMALL).log())).sum(dim=1)
+
+
+def jsd(logits_ND: Tensor, p_ND: Tensor, _labels_N: Tensor, _options: LossOptions) -> Tensor:
+    """Jensen-Shannon divergence: (KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2.
+
+    Bounded by log 2, symmetric: between forward and reverse KL.
+
+    Returns:
+        losses_N in nats.
+    Source: DistillSpec (arXiv 2310.08461).
+    """
+    q_ND: Tensor = logits_ND.softmax(dim=1)
+    log_m_ND = (0.5 * (p_ND + q_ND)).clamp(min=SMALL).log()
+    to_p_N = -torch.special.entr(p_ND).sum(dim=1) - (p_ND * log_m_ND).sum(dim=1)
+    to_q_N = (q_ND * (logits_ND.log_softmax(dim=1) - log_m_ND)).sum(dim=1)
+    both_N: Tensor = 0.5 * (to_p_N + to_q_N)
+    return both_N
+
+
+def l1(logits_ND: Tensor, p_ND: Tensor, _labels_N: Tensor, _options: LossOptions) -> Tensor:
+    """L1 distance sum_v |p(v) - q(v)|: twice tv where p sums to 1.
+
+    Returns:
+        losses_N in [0, 2].
+    Source: DSpark (DeepSpec's loss.py), with ce_share 0.1 and confidence loss beside it.
+    """
+    return (p_ND - logits_ND.softmax(dim=1)).abs().sum(dim=1)
+
+
+def nla(logits_ND: Tensor, p_ND: Tensor, labels_N: Tensor, options: LossOptions) -> Tensor:
+    """Negative log acceptance: -log sum_v min(p(v), q(v)).
+
+    The gradient of tv divided by alpha, so that a bad drafter is pushed as hard as a good one.
+
+    Returns:
+        losses_N in nats.
+    Source: the LK-alpha loss of SpecForge.
+    """
+    return -(1.0 - tv(logits_ND, p_ND, labels_N, options)).clamp(min=SMALL).log()
+
+
+SMALL = 1e-8
+
 LossFn = Callable[[Tensor, Tensor, Tensor, LossOptions], Tensor]
-LOSSES: dict[str, LossFn] = {"ce": ce, "kl": kl, "tv": tv, "lk_hybrid": lk_hybrid}
+LOSSES: dict[str, LossFn] = {
+    "ce": ce,
+    "kl": kl,
+    "rkl": rkl,
+    "jsd": jsd,
+    "tv": tv,
+    "l1": l1,
+    "nla": nla,
+    "lk_hybrid": lk_hybrid,
+    "e2e_tv": tv,  # with the weights of train.weighting
+}
 
 Teacher = Callable[[slice], tuple[Tensor, Tensor]]
 """rows -> (p_ND, labels_N) there: fp32 probabilities, not renormalised, and int64 labels."""
@@ -252,6 +318,9 @@ def _chunk(work: _Work, rows: slice, logits_CD: Tensor) -> tuple[Tensor, Tensor,
         logits_CD = logits_CD.detach().requires_grad_()
         loss_p_CD = renormalize(p_CD) if work.options.renormalize else p_CD
         losses_C = work.loss_fn(logits_CD, loss_p_CD, labels_C, work.options)
+        if share := work.options.ce_share:
+            hard_C = ce(logits_CD, loss_p_CD, labels_C, work.options)
+            losses_C = share * hard_C + (1.0 - share) * losses_C
         weighted_C = losses_C if work.weights_N is None else losses_C * work.weights_N[rows]
         loss = weighted_C.sum()
     need_grad = work.hidden_grad or work.weight_grad
@@ -268,3 +337,24 @@ def _chunk(work: _Work, rows: slice, logits_CD: Tensor) -> tuple[Tensor, Tensor,
 def renormalize(p_ND: Tensor) -> Tensor:
     """Make p / sum(p) over the draft vocabulary; a row without any mass there stays zero."""
     return p_ND / p_ND.sum(dim=1, keepdim=True).clamp(min=torch.finfo(p_ND.dtype).tiny)
+
+
+@torch.no_grad()
+def head_pass(
+    hidden_NH: Tensor, weight_DH: Tensor, teacher: Teacher, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """What weights of positions are made from, before the loss: (alpha_N, q_N), fp32.
+
+    alpha is sum_v min(p, q), q the drafter's probability of the token that followed (0 where it is
+    outside the draft vocabulary). Chunked as the loss is; no gradients.
+    """
+    alphas, labels = [], []
+    for start in range(0, len(hidden_NH), chunk_size):
+        rows = slice(start, min(start + chunk_size, len(hidden_NH)))
+        p_CD, labels_C = teacher(rows)
+        q_CD = (hidden_NH[rows].to(weight_DH.dtype) @ weight_DH.T).float().softmax(dim=1)
+        alphas.append(torch.minimum(p_CD, q_CD).sum(dim=1))
+        picked_C = q_CD.gather(1, labels_C.clamp(min=0)[:, None])[:, 0]
+        labels.append(torch.where(labels_C != OUTSIDE, picked_C, 0.0))
+    none = hidden_NH.new_zeros(0, dtype=torch.float32)
+    return torch.cat(alphas or [none]), torch.cat(labels or [none])
