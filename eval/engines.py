@@ -135,7 +135,10 @@ def start_vllm(command: str, model: str, flags: Sequence[str], log: Path) -> Ite
         UserError: it cannot be started, ends, or is not ready in time.
     """
     port = free_port()
-    words = [*shlex.split(command), model, "--host", "127.0.0.1", "--port", str(port), *flags]
+    words = shlex.split(command)
+    # Only `vllm serve MODEL` takes it by place; the module that starts a server ignores it there.
+    words += [model] if words[-1:] == ["serve"] else ["--model", model]
+    words += ["--host", "127.0.0.1", "--port", str(port), *flags]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         try:
