@@ -6,6 +6,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 import yaml
 
+from recipes.drafter_sections import BlockSection, DSparkSection
 from recipes.errors import UserError
 from recipes.keys import fields_by_key
 from recipes.schema import Recipe, dump_recipe, load_recipe
@@ -40,8 +41,26 @@ def test_shipped_recipe_loads_and_round_trips(path, tmp_path):
 
 
 def test_shipped_recipes_are_all_here():
-    assert [path.stem for path in SHIPPED] == ["qwen3", "smoke", "smollm2"]
+    assert [path.stem for path in SHIPPED] == [
+        "qwen3",
+        "qwen3_dflash",
+        "qwen3_dspark",
+        "smoke",
+        "smollm2",
+        "smollm2_dflash",
+        "smollm2_dspark",
+    ]
     assert [path.stem for path in LAUNCHERS] == ["cpu", "ddp", "zero1", "zero2"]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_p37_block_drafters_train_and_draft_whole_blocks(path):
+    recipe = load_recipe(path)
+    if not isinstance(recipe.drafter, BlockSection):
+        return
+    from_anchor = isinstance(recipe.drafter, DSparkSection) and recipe.drafter.sample_from_anchor
+    most = recipe.drafter.block_size - (0 if from_anchor else 1)
+    assert recipe.loss.num_steps == recipe.eval.num_draft_tokens == most
 
 
 @pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.stem)
@@ -198,7 +217,7 @@ def test_file_that_is_no_recipe(tmp_path, text, message):
 def test_missing_file_lists_what_is_shipped(tmp_path):
     path = tmp_path / "no.yaml"
     assert error_of(path) == (
-        f"recipe {path}: no such file; shipped recipes: qwen3.yaml, smoke.yaml, smollm2.yaml"
+        f"recipe {path}: no such file; shipped recipes: {', '.join(p.name for p in SHIPPED)}"
     )
 
 
