@@ -81,18 +81,23 @@ class Ours:
 def trained(
     section: Any,
     form: Form = "vllm",
-    aux_layers: tuple[int, ...] = (2, 4, 5),
-    whole_vocab: bool = False,
     target: str = "llama",
+    prompts: list[list[int]] | None = None,
 ) -> Case:
     """A drafter of drafters.methods by its section of a recipe, exported in a form of its method.
 
     The engine's config is the one that the method's export form names, as in `vllm serve` lines.
+    `prompts` are those it is trained on; None = those of the test.
     """
+    known = prompts or make_prompts()
 
     def make(loaded: Target) -> DecodingDrafter:
-        vocab = full_vocab(VOCAB_SIZE) if whole_vocab else vocab_of(loaded)
-        return train(build_drafter(section, loaded, aux_layers, vocab, seed=0), loaded, vocab)
+        rows = rows_of(loaded, known)
+        whole = section.draft_vocab_size is None
+        vocab = full_vocab(VOCAB_SIZE) if whole else vocab_of(rows)
+        aux_layers = tuple(section.aux_layers or section.default_aux_layers(loaded.num_layers))
+        drafter = build_drafter(section, loaded, aux_layers, vocab, seed=0)
+        return train(drafter, loaded, vocab, rows)
 
     def write(drafter: Any, folder: Path, loaded: Target) -> None:
         save(drafter, folder, form, torch.float32, TargetInfo.of(loaded), ORIGIN)
@@ -143,37 +148,36 @@ def make_prompts() -> list[list[int]]:
 
 
 def decode_all(
-    target: Target, drafter: DecodingDrafter | None, num_tokens: int, num_draft: int = 0
+    target: Target,
+    drafter: DecodingDrafter | None,
+    num_tokens: int,
+    num_draft: int = 0,
+    prompts: list[list[int]] | None = None,
 ) -> list[Decoded]:
     """One prompt after the other, as the engine runs them."""
     settings = DecodeSettings(max_new_tokens=num_tokens, num_draft=num_draft)
-    return [decode(target, drafter, [prompt], settings)[0][0] for prompt in make_prompts()]
+    return [decode(target, drafter, [p], settings)[0][0] for p in prompts or make_prompts()]
 
 
-_ROWS: dict[str, list[Row]] = {}
+def rows_of(target: Target, prompts: list[list[int]]) -> list[Row]:
+    """Prompts with the target's own answers."""
+    answers = decode_all(target, None, MAX_TOKENS + 2 * NUM_DRAFT + 2, prompts=prompts)
+    rows = []
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        ids_S = torch.tensor(prompt + answer.ids)
+        mask_S = torch.arange(len(ids_S)) >= len(prompt)
+        rows.append(Row(id=str(i), ids_S=ids_S, mask_S=mask_S))
+    return rows
 
 
-def rows_of(target: Target) -> list[Row]:
-    """The test's prompts with the target's own answers."""
-    if target.name not in _ROWS:
-        length = MAX_TOKENS + 2 * NUM_DRAFT + 2
-        answers = decode_all(target, None, length)
-        mask_S = torch.arange(PROMPT_LENGTH + length) >= PROMPT_LENGTH
-        _ROWS[target.name] = [
-            Row(id=str(i), ids_S=torch.tensor(prompt + answer.ids), mask_S=mask_S)
-            for i, (prompt, answer) in enumerate(zip(make_prompts(), answers, strict=True))
-        ]
-    return _ROWS[target.name]
-
-
-def vocab_of(target: Target) -> DraftVocab:
+def vocab_of(rows: list[Row]) -> DraftVocab:
     """Most of what the target says and some more: a map in which no id stands for itself."""
-    said = {int(i) for row in rows_of(target) for i in row.ids_S[PROMPT_LENGTH:]}
+    said = {int(i) for row in rows for i in row.ids_S[row.mask_S]}
     kept = sorted(said - {min(said)} | set(range(40, 100, 2)) - {0})
     return DraftVocab(torch.tensor(kept), VOCAB_SIZE)
 
 
-def train(drafter: Any, target: Target, vocab: DraftVocab) -> DecodingDrafter:
+def train(drafter: Any, target: Target, vocab: DraftVocab, rows: list[Row]) -> DecodingDrafter:
     """Some seconds of our own training pass; random norms first, so that a lost one shows."""
     torch.manual_seed(1)
     for name, parameter in drafter.named_parameters():
@@ -181,7 +185,7 @@ def train(drafter: Any, target: Target, vocab: DraftVocab) -> DecodingDrafter:
             torch.nn.init.uniform_(parameter, 0.7, 1.3)
     distiller = Distiller(drafter, LossSection(num_steps=NUM_DRAFT), vocab)
     distiller.use_target(target)
-    batch = with_states(target, collate(rows_of(target)), drafter.aux_layers)
+    batch = with_states(target, collate(rows), drafter.aux_layers)
     parameters = [p for p in distiller.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE)
     for step in range(TRAIN_STEPS):

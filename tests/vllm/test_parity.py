@@ -16,6 +16,7 @@ What is compared, exactly:
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch
 
 from data.target import Target
 from eval.decode import Round
-from recipes.drafter_sections import Eagle3Section
+from recipes.drafter_sections import Eagle3Section, PEagleSection
 from tests.tiny_exports import edit_config, edit_tensors
 from tests.vllm.ours_half import (
     MAX_MODEL_LEN,
@@ -44,21 +45,23 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HERE = Path(__file__).parent
 NORMS = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
-FOUR_AUX = (0, 3, 6, 8)  # with the embeddings and the last layer before the final norm
+FOUR_AUX = {"aux_layers": [0, 3, 6, 8]}  # the embeddings and the last layer before the final norm
 
 # The table. A method whose drafter, section and export form are in drafters.methods is a line here.
 CASES = {
     "eagle3": trained(Eagle3Section()),
     "eagle3_speculators": trained(Eagle3Section(), "speculators"),
-    "eagle3_whole_vocab": trained(Eagle3Section(), whole_vocab=True),
+    "eagle3_whole_vocab": trained(Eagle3Section(draft_vocab_size=None)),
     "eagle3_norms": trained(Eagle3Section(**NORMS)),
     "eagle3_norms_speculators": trained(Eagle3Section(**NORMS), "speculators"),
     "eagle3_norm_before_fc": trained(Eagle3Section(norm_before_fc=True)),
     "eagle3_norm_before_fc_speculators": trained(Eagle3Section(norm_before_fc=True), "speculators"),
     "eagle3_2_layers": trained(Eagle3Section(num_layers=2)),
-    "eagle3_4_aux": trained(Eagle3Section(), aux_layers=FOUR_AUX),
-    "eagle3_4_aux_speculators": trained(Eagle3Section(), "speculators", FOUR_AUX),
+    "eagle3_4_aux": trained(Eagle3Section(**FOUR_AUX)),
+    "eagle3_4_aux_speculators": trained(Eagle3Section(**FOUR_AUX), "speculators"),
     "eagle3_qwen3": trained(Eagle3Section(), target="qwen3"),
+    "p_eagle": trained(PEagleSection(num_layers=2)),
+    "p_eagle_speculators": trained(PEagleSection(num_layers=2), "speculators"),
     "ngram": ngram(),
 }
 
@@ -93,14 +96,15 @@ class Both(NamedTuple):
     engine: dict[str, dict[str, Any]]
 
 
-def run_ours(folder: Path) -> dict[str, Ours]:
+def run_ours(folder: Path, names: list[str]) -> dict[str, Ours]:
     targets: dict[str, Target] = {}
     plain: dict[str, list[list[int]]] = {}
     for kind in TARGETS:
         targets[kind] = make_target(kind, folder / kind)
         plain[kind] = [a.ids for a in decode_all(targets[kind], None, MAX_TOKENS)]
     ours = {}
-    for name, case in CASES.items():
+    for name in names:
+        case = CASES[name]
         target = targets[case.target]
         drafter = case.make(target)
         if case.save is not None:
@@ -136,18 +140,20 @@ def run_engine(jobs: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
+    """Both sides, of the cases and faults that were selected (pytest -k)."""
+    selected = " ".join(item.nodeid for item in request.session.items)
+    faults = [fault for fault in FAULTS if f"[{fault}]" in selected]
+    names = [n for n in CASES if f"[{n}]" in selected or (n == "eagle3" and faults)]
     folder = tmp_path_factory.mktemp("vllm")
-    ours = run_ours(folder)
+    ours = run_ours(folder, names)
     jobs = {f"plain_{kind}": job(folder, kind, None) for kind in TARGETS}
     for name, side in ours.items():
         jobs[name] = job(folder, side.case.target, engine_config(side, side.folder))
-    for fault, plant in FAULTS.items():
-        damaged = folder / fault
-        side = ours["eagle3"]
-        assert side.case.save is not None
-        subprocess.run(["cp", "-r", side.folder, damaged], check=True)
-        plant(damaged)
+    for fault in faults:
+        side, damaged = ours["eagle3"], folder / fault
+        shutil.copytree(side.folder, damaged)
+        FAULTS[fault](damaged)
         jobs[fault] = job(folder, side.case.target, engine_config(side, damaged))
     return Both(ours, run_engine(jobs, folder))
 
@@ -179,8 +185,8 @@ def test_engine_loads_it(both, name):
 
 @pytest.mark.parametrize("kind", TARGETS)
 def test_target_alone_says_the_same_in_both(both, kind):
-    plain = next(o.plain for o in both.ours.values() if o.case.target == kind)
-    assert result_of(both, f"plain_{kind}")["outputs"] == plain
+    plain = [o.plain for o in both.ours.values() if o.case.target == kind]
+    assert all(p == result_of(both, f"plain_{kind}")["outputs"] for p in plain)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -25,15 +25,14 @@ TEXTS = ["abc", "Why is it so?", "abababab", "1 2 3"]
 FLAGS = "--enforce-eager --max-model-len 256 --max-num-seqs 4"
 
 
+TASK = Task("texts", 1, "hash", [make_prompt("test", text, category="x") for text in TEXTS])
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     folder = tmp_path_factory.mktemp("served")
     made = make_target("llama", folder / "target")
     byte_tokenizer().save_pretrained(folder / "target")
-    case = trained(Eagle3Section())
-    drafter = case.make(made)
-    assert case.save is not None
-    case.save(drafter, folder / "export", made)
     recipe = Recipe.model_validate(
         {
             "name": "served",
@@ -47,10 +46,11 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
             },
         }
     )
+    case = trained(Eagle3Section(), prompts=render_task(recipe, TASK, "completions"))
+    drafter = case.make(made)
+    assert case.save is not None
+    case.save(drafter, folder / "export", made)
     return Plan(recipe, "served", folder, folder / "export", folder / "results")
-
-
-TASK = Task("texts", 1, "hash", [make_prompt("test", text, category="x") for text in TEXTS])
 
 
 def our_counts(plan: Plan) -> dict[str, Any]:
