@@ -6,19 +6,28 @@ Both hang into the transformers model by its own extension points (an attention 
 name, and a subclass of nn.Linear), so every architecture keeps its own modelling code.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from data.cache import KVCache
 from recipes.errors import UserError
 
 ATTENTION = "draftsmith"
 THIN_ROWS = 256  # up to here the product taken from the other side was faster
 FEW_QUERIES = 64  # query rows a kv head, up to which attention is two plain products
+
+
+class Keys(Protocol):
+    """Where attention finds what may be read beside the new tokens: a `KVCache`, or its like."""
+
+    def append(self, layer: int, keys: Tensor, values: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Take in the new entries; return all that may be read."""
+
+    def mask_BST(self, sliding_window: int | None = None) -> Tensor:
+        """True where new token s of row b may look at place t."""
 
 
 def attend(
@@ -31,7 +40,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    kv_cache: KVCache | None = None,
+    kv_cache: Keys | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention of a transformers model, causal, over its own tokens or over a `KVCache`.
@@ -39,7 +48,7 @@ def attend(
     Args:
         query: [B, N*G, S, D]; key, value: [B, N, S, D] of the new tokens.
         _attention_mask: ignored: rows are padded on the right, so causality is all there is.
-        kv_cache: the cache to append to and to read; None attends within the S tokens.
+        kv_cache: the keys to append to and to read; None attends within the S tokens.
 
     Returns:
         [B, S, N*G, D] and None, as transformers expects.

@@ -97,9 +97,7 @@ class Target:
         for index, layer in enumerate(self.decoder.layers):
             layer.register_forward_hook(self._hook(index + 1))
         self.decoder.layers[0].register_forward_pre_hook(self._embedding_hook, with_kwargs=True)
-        fields = self.config.to_dict()
-        self._softcap = fields.get("final_logit_softcapping")
-        self._logit_scale = fields.get("logit_scale") or 1.0 / (fields.get("logits_scaling") or 1.0)
+        self._logit_scale, self._softcap = head_scale(self.config.to_dict())
         self._check_conventions()
 
     @classmethod
@@ -146,16 +144,7 @@ class Target:
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for `batch_size` rows of at most `max_length` tokens."""
-        heads = int(self.config.num_attention_heads)
-        return KVCache(
-            self.num_layers,
-            batch_size,
-            max_length,
-            int(self.config.num_key_value_heads or heads),
-            int(self.config.to_dict().get("head_dim") or self.hidden_size // heads),
-            self.dtype,
-            self.device,
-        )
+        return cache_for(self.config, batch_size, max_length, self.dtype, self.device)
 
     @torch.no_grad()
     def forward(
@@ -244,6 +233,32 @@ class Target:
                 f"{worst:.3g}; the attention of this architecture ({self.config.model_type}) is "
                 "not supported yet"
             )
+
+
+def cache_for(
+    config: PreTrainedConfig,
+    batch_size: int,
+    max_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    """An empty cache of the shape that a text model's config asks for."""
+    heads = int(config.num_attention_heads)
+    return KVCache(
+        int(config.num_hidden_layers),
+        batch_size,
+        max_length,
+        int(config.num_key_value_heads or heads),
+        int(config.to_dict().get("head_dim") or config.hidden_size // heads),
+        dtype,
+        device,
+    )
+
+
+def head_scale(fields: dict[str, Any]) -> tuple[float, float | None]:
+    """What a text model's config says of its logits: their factor, and where they are capped."""
+    scale = fields.get("logit_scale") or 1.0 / (fields.get("logits_scaling") or 1.0)
+    return float(scale), fields.get("final_logit_softcapping")
 
 
 def check_layers(name: str, config: PreTrainedConfig, stateful: bool) -> None:

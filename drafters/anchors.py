@@ -3,6 +3,8 @@
 Dimension letters: B rows, S positions, A anchors, N slots.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -56,3 +58,31 @@ def supervised_slots(batch: Batch, num_depths: int) -> tuple[Tensor, Tensor]:
     parts = [a[chosen_BS[a]] for a in supervised_anchors(batch.mask_BS, num_depths)]
     depths = [torch.full_like(part, k) for k, part in enumerate(parts)]
     return torch.cat(parts), torch.cat(depths)
+
+
+def drop_by_depth(
+    row_A: Tensor,
+    allowed: list[Tensor],
+    generator: torch.Generator,
+    keep_ratio: float,
+    min_keep_ratio: float,
+) -> list[Tensor]:
+    """Anchors of depths 1, 2, ...: conditional drop (PARD; COD sampling of P-EAGLE).
+
+    The share max(keep_ratio^d, min_keep_ratio) of a row's anchors trains depth d. Each set lies
+    within the one before, so that all that a slot sees is there.
+
+    Args:
+        row_A: flat anchors of one row.
+        allowed: `supervised_anchors`, depth by depth.
+
+    Returns:
+        A set for each depth from 1 on, and an empty one where there is no such depth.
+    """
+    kept = row_A[torch.randperm(len(row_A), generator=generator).to(row_A.device)]
+    sets = []
+    for depth, allowed_A in enumerate(allowed[1:], 1):
+        share = max(keep_ratio**depth, min_keep_ratio)
+        kept = kept[torch.isin(kept, allowed_A)][: math.ceil(share * len(row_A))]
+        sets.append(kept)
+    return sets or [kept[:0]]

@@ -1,7 +1,7 @@
 """What an exported folder of one architecture looks like, to the code that writes and reads it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +10,12 @@ import torch
 from drafters.base import TrainedDrafter
 from drafters.export_info import TargetInfo
 
-Form = Literal["vllm", "speculators"]
+Form = Literal["vllm", "speculators", "sglang"]
+
+
+def not_for_sglang(_shape: Any, _form: Form, _num_draft_tokens: int) -> list[str] | None:
+    """SGLang serves no such drafter."""
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +25,9 @@ class ExportForm:
     title: of the architecture, for people.
     tensors: our name of a tensor: its name in the file; {i}, then {j}, stand for indices. The map
         of the draft vocabulary (d2t, t2d) is not among them.
+    renamed: those that one of the forms names otherwise.
+    own_names: a prefix of ours; tensors that have it are named in the file as the module names
+        them, without it. Empty = every name is in the table.
     forms: those it can be written in.
     engine: keys of vLLM's --speculative-config beside model and number of tokens.
     form_of: the form that a config.json has, None where it is of another architecture.
@@ -29,6 +37,8 @@ class ExportForm:
     faults: what is impossible in a shape (the drafter's config), or would load silently as
         something else.
     target_faults: where a shape does not fit its target.
+    sglang: (shape, form, number of draft tokens) -> options of sglang.launch_server beside the two
+        models; None where SGLang does not serve that.
     """
 
     title: str
@@ -40,3 +50,10 @@ class ExportForm:
     read_config: Callable[[dict[str, Any], Path], tuple[TrainedDrafter, torch.dtype]]
     faults: Callable[[Any], list[str]]
     target_faults: Callable[[Any, TargetInfo], list[str]]
+    own_names: str = ""
+    renamed: dict[Form, dict[str, str]] = field(default_factory=dict)
+    sglang: Callable[[Any, Form, int], list[str] | None] = not_for_sglang
+
+    def names_of(self, form: Form) -> dict[str, str]:
+        """The table of one form."""
+        return self.tensors | self.renamed.get(form, {})

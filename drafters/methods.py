@@ -19,7 +19,9 @@ from drafters import (
     eagle1_form,
     eagle3_build,
     medusa_form,
+    mtp_form,
     p_eagle_form,
+    small_lm_form,
     vllm_config,
 )
 from drafters.base import TrainedDrafter
@@ -29,7 +31,9 @@ from drafters.eagle1 import Eagle1
 from drafters.eagle3 import Eagle3
 from drafters.export_form import ExportForm
 from drafters.medusa import Medusa
+from drafters.mtp import MTP
 from drafters.p_eagle import PEagle
+from drafters.small_lm import Pard, SmallLM
 from recipes.drafter_sections import DrafterSection
 
 INIT_STD = 0.02
@@ -76,6 +80,12 @@ METHODS: dict[str, Method] = {
         initialize=medusa_form.initialize,
         form=medusa_form.FORM,
     ),
+    "mtp": Method(
+        drafter=MTP,
+        make_config=mtp_form.make_shape,
+        initialize=mtp_form.initialize,
+        form=mtp_form.FORM,
+    ),
     "dflash": Method(
         drafter=DFlash,
         make_config=block_build.make_dflash_config,
@@ -87,6 +97,18 @@ METHODS: dict[str, Method] = {
         make_config=block_build.make_dspark_config,
         initialize=block_build.initialize_dspark,
         form=dspark_form.FORM,
+    ),
+    "small_lm": Method(
+        drafter=SmallLM,
+        make_config=small_lm_form.make_shape,
+        initialize=small_lm_form.initialize,
+        form=small_lm_form.FORM,
+    ),
+    "pard": Method(
+        drafter=Pard,
+        make_config=small_lm_form.make_pard_shape,
+        initialize=small_lm_form.initialize,
+        form=small_lm_form.PARD_FORM,
     ),
 }
 

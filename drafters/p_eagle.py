@@ -12,7 +12,6 @@ not known yet. A chain row sees the depth-0 rows up to its anchor's and the shal
 own chain; nothing feeds back from one depth to the next, so one pass gives all of them.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.batch import Batch
-from drafters.anchors import anchors_of, supervised_anchors
+from drafters.anchors import anchors_of, drop_by_depth, supervised_anchors
 from drafters.base import Proposal, Sampling, Slots
 from drafters.drafting import Draft
 from drafters.eagle3 import Eagle3, Eagle3Config, Eagle3State
@@ -121,31 +120,19 @@ class PEagle(Eagle3):
         fused_BSH, anchors_A = self.fuse(batch.aux_BSF), anchors_of(batch)
         allowed = supervised_anchors(batch.mask_BS, num_depths)
         generator = torch.Generator().manual_seed(batch.seed)
+        config = self.config
         heads, anchors, depths = [], [], []
         for b in range(B):
             row_A = anchors_A[anchors_A // S == b]
-            chains = Chains(self._thin_out(row_A, allowed, generator, b * S))
+            sets = drop_by_depth(
+                row_A, allowed, generator, config.keep_ratio, config.min_keep_ratio
+            )
+            chains = Chains([part - b * S for part in sets])
             out_NH = self._pass(batch.ids_BS[b], fused_BSH[b], chains)
             heads += [out_NH[row_A - b * S - 1], out_NH[S:]]
             anchors += [row_A, chains.anchor_N + b * S]
             depths += [torch.zeros_like(row_A), chains.depth_N]
         return Slots(torch.cat(heads), torch.cat(anchors), torch.cat(depths))
-
-    def _thin_out(
-        self, row_A: Tensor, allowed: list[Tensor], generator: torch.Generator, first: int
-    ) -> list[Tensor]:
-        """Anchors (positions in the row) of depths 1, 2, ...: COD sampling.
-
-        Each set lies within the one before, and is supervised at its depth.
-        """
-        config, total = self.config, len(row_A)
-        kept = row_A[torch.randperm(total, generator=generator).to(row_A.device)]
-        sets = []
-        for depth, allowed_A in enumerate(allowed[1:], 1):
-            share = max(config.keep_ratio**depth, config.min_keep_ratio)
-            kept = kept[torch.isin(kept, allowed_A)][: math.ceil(share * total)]
-            sets.append(kept - first)
-        return sets or [kept[:0]]
 
     def _pass(self, ids_S: Tensor, fused_SH: Tensor, chains: Chains) -> Tensor:
         """Head inputs [S + N, H] of one row's depth-0 rows and chain rows."""

@@ -1,4 +1,4 @@
-"""The exported folder of a drafter, both ways, for vLLM and for the speculators library.
+"""The exported folder of a drafter, both ways: for vLLM, the speculators library and SGLang.
 
     config.json        what an engine reads (each architecture's ExportForm)
     model.safetensors  the weights, under the names of its table
@@ -32,10 +32,10 @@ from drafters.export_info import (
     load_info,
     load_origin,
     serve_command,
-    write_card,
     write_info,
 )
 from drafters.methods import METHODS
+from drafters.model_card import CardFacts, read_findings, write_card
 from recipes.errors import UserError
 
 __all__ = [
@@ -59,8 +59,12 @@ def save(
     dtype: torch.dtype,
     target: TargetInfo,
     origin: Origin,
+    results: Path | None = None,
 ) -> None:
     """Write the folder, whole or not at all; an earlier export in its place is overwritten.
+
+    Args:
+        results: folder of the results that the model card tells of.
 
     Raises:
         UserError: the drafter would load as something else, does not fit its target or holds
@@ -74,9 +78,9 @@ def save(
         faults.append(f"dtype {dtype} is none of {', '.join(DTYPES)}")
     if faults:
         raise UserError(f"{folder}: not exported: {'; '.join(faults)}")
-    tensors = _named(drafter, names, dtype)
+    tensors = _named(drafter, names, form, dtype)
     with torch.device("meta"):
-        faults = _shape_faults(tensors, _named(METHODS[drafter.method].drafter(shape), names))
+        faults = _shape_faults(tensors, _named(METHODS[drafter.method].drafter(shape), names, form))
     faults += [f"{name} is not finite as {dtype}" for name, t in tensors.items() if not _finite(t)]
     if faults:
         raise UserError(f"{folder}: not exported: {'; '.join(faults)}")
@@ -91,8 +95,8 @@ def save(
         config = names.make_config(drafter, form, dtype, target, origin.num_draft_tokens)
         write_json(temporary / CONFIG, config)
         write_info(temporary, form, drafter, target, origin)
-        command = serve_command(folder, target, names.engine, origin.num_draft_tokens)
-        write_card(temporary, names.title, drafter, target, origin, command)
+        facts = CardFacts(names, form, drafter, target, origin, folder)
+        write_card(temporary, facts, read_findings(results, drafter.method))
 
 
 def load(
@@ -112,7 +116,7 @@ def load(
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG)
-    names = _form_of(config, folder / CONFIG)
+    names, form = form_of(config, folder / CONFIG)
     drafter, stored = names.read_config(config, folder / CONFIG)
     faults = names.target_faults(drafter.config, target) if target is not None else []
     if faults:
@@ -125,7 +129,7 @@ def load(
     except (OSError, SafetensorError) as error:
         raise UserError(f"{where}: cannot be read: {error}") from error
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    faults = _shape_faults(tensors, _named(drafter, names))
+    faults = _shape_faults(tensors, _named(drafter, names, form))
     faults += [
         f"{name} is {t.dtype}, config.json says {stored}"
         for name, t in tensors.items()
@@ -135,7 +139,7 @@ def load(
         raise UserError(f"{where}: {'; '.join(faults)}")
     vocab = _checked_map(d2t, t2d, drafter, where)
     ours = {
-        name: tensors[_exported(name, names)].to(dtype or stored)
+        name: tensors[exported_name(name, names, form)].to(dtype or stored)
         for name in drafter.state_dict()
         if name != "d2t"
     }
@@ -144,12 +148,16 @@ def load(
     return drafter
 
 
-def _form_of(config: object, where: Path) -> ExportForm:
-    """The one architecture whose config.json this is."""
+def form_of(config: object, where: Path) -> tuple[ExportForm, Form]:
+    """The one architecture, and form of it, whose config.json this is.
+
+    Raises:
+        UserError: it is none that is known here.
+    """
     if not isinstance(config, dict):
         raise UserError(f"{where}: expected a JSON object")
     forms = [method.form for method in METHODS.values()]
-    found = [form for form in forms if form.form_of(config) is not None]
+    found = [(known, form) for known in forms if (form := known.form_of(config)) is not None]
     if len(found) != 1:
         raise UserError(
             f"{where}: no drafter that is known here (architectures "
@@ -160,23 +168,25 @@ def _form_of(config: object, where: Path) -> ExportForm:
     return found[0]
 
 
-def _exported(name: str, names: ExportForm) -> str:
+def exported_name(name: str, names: ExportForm, form: Form) -> str:
     """The file's name of one of our tensors: indices go through the table as they are."""
+    if names.own_names and name.startswith(names.own_names):
+        return name.removeprefix(names.own_names)
     indices = re.findall(r"\.(\d+)(?=\.)", name)
     for letter, index in zip("ij", indices, strict=False):
         name = name.replace(f".{index}.", f".{{{letter}}}.", 1)
-    exported = names.tensors[name]
+    exported = names.names_of(form)[name]
     for letter, index in zip("ij", indices, strict=False):
         exported = exported.replace(f"{{{letter}}}", index)
     return exported
 
 
 def _named(
-    drafter: TrainedDrafter, names: ExportForm, dtype: torch.dtype | None = None
+    drafter: TrainedDrafter, names: ExportForm, form: Form, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """The parameters under their exported names; on the CPU in `dtype` when one is given."""
     state = drafter.state_dict()
-    tensors = {_exported(n, names): t.detach() for n, t in state.items() if n != "d2t"}
+    tensors = {exported_name(n, names, form): t.detach() for n, t in state.items() if n != "d2t"}
     if dtype is None:
         return tensors
     return {name: t.to("cpu", dtype).contiguous() for name, t in tensors.items()}

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from recipes.errors import UserError
+from recipes.lm_sections import PardSection, SmallLMSection
 from recipes.section import Count, CountOrZero, NotNegative, Positive, Section, Share
 
 
@@ -244,6 +245,31 @@ class Eagle1Section(LayeredSection):
         return (num_target_layers,)
 
 
+class MTPSection(LayeredSection):
+    """MTP: one decoder layer on the target's last state, in MiMo's form; all sizes the target's."""
+
+    method: Literal["mtp"] = Field(default="mtp", description="architecture")
+    num_layers: Literal[1] = Field(default=1, description="decoder layers; one is served")
+    draft_vocab_size: None = Field(default=None, description="all: the head is the target's")
+    aux_layers: None = Field(default=None, description="none: MTP reads the last state")
+    init: Literal["random", "target", "native"] = Field(
+        default="random",
+        description="random; the target's last layer (warm start); native: the MTP layer in the "
+        "target's own files (MiMo's form)",
+    )
+
+    def default_aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """The last state."""
+        return (num_target_layers,)
+
+    @model_validator(mode="after")
+    def _check_target_sizes(self) -> Self:
+        sizes = self.hidden_size, self.intermediate_size, self.num_attention_heads
+        if any(sizes) or self.num_key_value_heads:
+            raise ValueError("an MTP layer has the target's sizes; leave them out")
+        return self
+
+
 class MedusaSection(Section):
     """Medusa: independent heads on the target's last state, one a drafted token."""
 
@@ -270,5 +296,13 @@ class MedusaSection(Section):
 
 
 DrafterSection: TypeAlias = (
-    Eagle3Section | PEagleSection | DFlashSection | DSparkSection | Eagle1Section | MedusaSection
+    Eagle3Section
+    | PEagleSection
+    | DFlashSection
+    | DSparkSection
+    | Eagle1Section
+    | MedusaSection
+    | MTPSection
+    | SmallLMSection
+    | PardSection
 )
