@@ -23,7 +23,8 @@ from data.target import Target
 from drafters.anchors import supervised_slots
 from drafters.base import Proposal, Sampling, Slots, TrainedDrafter
 from drafters.drafting import Draft
-from drafters.layers import MLP, Attend, Attention, Linear, RMSNorm, rollout_attention, rotary_table
+from drafters.layers import MLP, Attend, Attention, Linear, RMSNorm, rotary_table
+from drafters.rollout_attention import rollout_attention
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Parts that drafters share: norm, rotary positions, one attention layer, MLP.
 
 Dimension letters: B rows, S positions, H width, N kv heads, G query heads a kv head, D head width,
-R rotated part of it, M all heads side by side, J earlier rollout steps.
+R rotated part of it, M all heads side by side.
 """
 
 from collections.abc import Callable
@@ -74,34 +74,6 @@ def rotate(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
     cos, sin = cos_BSR[:, None].to(x_BNSD.dtype), sin_BSR[:, None].to(x_BNSD.dtype)
     rotated = x_BNSR * cos + turned * sin
     return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
-
-
-def rollout_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of rollout step k = len(keys) - 1 (EAGLE-3's training-time test).
-
-    Row t sees the step-0 keys of rows 0..t, and of every later step only its own row: there the
-    key stands for position t + j of this row's own rollout. So one causal product and J diagonal
-    dot products replace a mask of (k S) x (k S).
-
-    Args:
-        query: [B, N*G, S, D]; keys, values: k + 1 tensors [B, N, S, D], step 0 first.
-    """
-    if len(keys) == 1:
-        return F.scaled_dot_product_attention(
-            query, keys[0], values[0], is_causal=True, enable_gqa=True
-        )
-    B, heads, S, D = query.shape
-    N = keys[0].shape[1]
-    query = query.view(B, N, heads // N, S, D)
-    scores = query @ keys[0].unsqueeze(2).transpose(-1, -2)
-    causal_SS = torch.ones(S, S, dtype=torch.bool, device=query.device).tril()
-    scores = scores.masked_fill(~causal_SS, float("-inf"))
-    own = torch.stack([(query * key.unsqueeze(2)).sum(-1) for key in keys[1:]], -1)
-    weights = torch.cat([scores, own], -1).float().mul(D**-0.5).softmax(-1).to(query.dtype)
-    out = weights[..., :S] @ values[0].unsqueeze(2)
-    for j, value in enumerate(values[1:]):
-        out = out + weights[..., S + j : S + j + 1] * value.unsqueeze(2)
-    return out.reshape(B, heads, S, D)
 
 
 class Attention(nn.Module):

@@ -14,7 +14,7 @@ from data.embedded import byte_tokenizer
 from data.sampling import final_probs
 from drafters.base import Sampling
 from drafters.eagle3 import Eagle3, Eagle3Config
-from drafters.layers import rollout_attention, rotate
+from drafters.layers import rotate
 from tests.tiny_targets import tiny_target
 
 S, STEPS, H, V = 11, 5, 16, 40
@@ -131,37 +131,6 @@ def test_steps_differ_from_each_other():
     outputs = drafter.rollout(ids_BS, aux_BSF, STEPS)
     for k in range(1, STEPS):
         assert (outputs[k] - outputs[k - 1]).abs().max() > 0.1
-
-
-def brute_force(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """One softmax over all (k + 1) S keys under an explicit mask."""
-    length, D = query.shape[2:]
-    groups = query.shape[1] // keys[0].shape[1]
-    key = torch.cat(keys, 2).repeat_interleave(groups, 1)
-    value = torch.cat(values, 2).repeat_interleave(groups, 1)
-    mask = torch.zeros(length, len(keys) * length, dtype=torch.bool)
-    for t in range(length):
-        mask[t, : t + 1] = True
-        for j in range(1, len(keys)):
-            mask[t, j * length + t] = True
-    scores = (query @ key.transpose(-1, -2)) / D**0.5
-    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value
-
-
-@pytest.mark.parametrize("k", [0, 1, 3])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (3, 1)])
-def test_rollout_attention_equals_brute_force(k, heads, kv_heads):
-    torch.manual_seed(0)
-    query = torch.randn(2, heads, 6, 4, requires_grad=True)
-    keys = [torch.randn(2, kv_heads, 6, 4, requires_grad=True) for _ in range(k + 1)]
-    values = [torch.randn(2, kv_heads, 6, 4, requires_grad=True) for _ in range(k + 1)]
-    got, expected = rollout_attention(query, keys, values), brute_force(query, keys, values)
-    torch.testing.assert_close(got, expected)
-    leaves, weight = [query, *keys, *values], torch.randn_like(got)
-    torch.testing.assert_close(
-        torch.autograd.grad((got * weight).sum(), leaves),
-        torch.autograd.grad((expected * weight).sum(), leaves),
-    )
 
 
 def test_rotary_position_of_step_k_is_t_plus_k():
