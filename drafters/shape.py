@@ -2,6 +2,10 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from data.target import Target
 from recipes.drafter_sections import LayeredSection
 from recipes.errors import UserError
 
@@ -54,6 +58,26 @@ def layer_shape(section: LayeredSection, target_config: dict[str, Any]) -> dict[
         "rope_parameters": dict(rope),
         "max_position_embeddings": _int(fields.get("max_position_embeddings") or 2048),
     }
+
+
+def norm_weight(norm: nn.Module) -> Tensor:
+    """The factors that one of the target's norms applies.
+
+    Gemma stores them less one; what the norm makes of ones shows which way its target has.
+    """
+    weight = norm.get_parameter("weight")
+    offset = (norm(torch.ones_like(weight)) - weight).float().mean().round()
+    return weight + offset.to(weight.dtype)
+
+
+def require_plain_layer(target: Target) -> None:
+    """UserError where the target's layers hold norms that a drafter's layer has no place for."""
+    names = [name for name, _ in target.decoder.layers[-1].named_parameters()]
+    if "pre_feedforward_layernorm.weight" in names:
+        raise UserError(
+            f"drafter.init 'target': the layers of {target.name} ({target.config.model_type}) have "
+            "norms behind attention and MLP, the drafter's have none; use init: random"
+        )
 
 
 def mask_token_of(token_id: int | None, target_config: dict[str, Any]) -> int:
