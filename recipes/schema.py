@@ -17,6 +17,7 @@ from recipes.data_section import DataSection
 from recipes.drafter_sections import DrafterSection, Eagle3Section
 from recipes.errors import UserError
 from recipes.keys import apply_override, describe_errors
+from recipes.lm_sections import LanguageModelSection
 from recipes.section import (
     Count,
     CountOrZero,
@@ -117,6 +118,24 @@ class TrainSection(Section):
     clip: Positive = Field(default=0.5, description="largest gradient norm, as EAGLE-3")
     mixed_precision: Literal["no", "bf16"] = Field(
         default="no", description="bf16 = autocast with float32 master weights"
+    )
+    on_policy_share: Share = Field(
+        default=0.0,
+        description="share of the rows whose answer the drafter writes anew in each step, as "
+        "DistillSpec; small_lm and pard, with data.states online",
+    )
+    optimizer: Literal["adamw", "adamw8bit"] = Field(
+        default="adamw",
+        description="adamw8bit: moments in 8 bits, 2 bytes a weight in place of 8; needs "
+        "bitsandbytes and CUDA",
+    )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="run parts of the drafter again in the backward pass in place of keeping them: "
+        "less memory, a third more time",
+    )
+    prefetch: CountOrZero = Field(
+        default=2, description="optimizer steps read ahead by a thread; 0 = none; same order"
     )
     save_every: CountOrZero = Field(default=500, description="steps; 0 = only at the end")
     keep_checkpoints: Count = Field(default=2, description="newest ones kept, older ones deleted")
@@ -230,8 +249,9 @@ class EvalSection(Section):
 class ExportSection(Section):
     """The folder that a serving engine loads."""
 
-    format: Literal["vllm", "speculators"] = Field(
-        default="vllm", description="vllm = plain HF EAGLE-3; speculators = its library's form"
+    format: Literal["vllm", "speculators", "sglang"] = Field(
+        default="vllm",
+        description="vllm = plain HF; speculators = its library's form; sglang = SpecForge's names",
     )
     dtype: Dtype = Field(default="auto", description="of the weights; auto = the target's")
 
@@ -272,6 +292,26 @@ class Recipe(Section):
         if isinstance(values, dict) and isinstance(values.get("drafter"), dict):
             return values | {"drafter": {"method": "eagle3"} | values["drafter"]}
         return values
+
+    @model_validator(mode="after")
+    def _check_language_model(self) -> Self:
+        section, share = self.drafter, self.train.on_policy_share
+        if section.method == "small_lm" and self.loss.num_steps != 1:
+            raise ValueError(
+                f"loss.num_steps={self.loss.num_steps}, but drafter.method small_lm learns each "
+                "token once, whatever draft it stands in; set loss.num_steps: 1"
+            )
+        if share and not isinstance(section, LanguageModelSection):
+            raise ValueError(
+                f"train.on_policy_share={share}: a drafter of method {section.method} cannot write "
+                "text without the target; only small_lm and pard can"
+            )
+        if share and self.data.states != "online":
+            raise ValueError(
+                f"train.on_policy_share={share}: states of new answers cannot be stored before; "
+                "set data.states: online"
+            )
+        return self
 
     @property
     def run_dir(self) -> Path:
