@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from data.attention import masked_attention
@@ -110,9 +111,14 @@ class Eagle3State:
 
 
 class Eagle3(TrainedDrafter):
-    """The drafter. `use_target` lends it the target's embedding, which it never trains."""
+    """The drafter. `use_target` lends it the target's embedding, which it never trains.
+
+    recompute: keep of a rollout step only its state, keys and values; the backward pass runs it
+        again.
+    """
 
     method = "eagle3"
+    recompute = False
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -205,23 +211,43 @@ class Eagle3(TrainedDrafter):
         S = ids_BS.shape[1]
         positions_1S = torch.arange(S, device=ids_BS.device)[None]
         hidden_BSH, outputs = self.features(aux_BSF, seed), []
-        keys: list[list[Tensor]] = [[] for _ in self.layers]
-        values: list[list[Tensor]] = [[] for _ in self.layers]
+        past: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.layers]
+        for k in range(num_steps):
+            shifted_BS = F.pad(ids_BS[:, 1 + k :], (0, min(1 + k, S)))
+            step = (shifted_BS, hidden_BSH, positions_1S + k, past)
+            if self.recompute and torch.is_grad_enabled():
+                hidden_BSH, past = checkpoint(
+                    self._rollout_step, *step, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                hidden_BSH, past = self._rollout_step(*step)
+            outputs.append(self.head_input(hidden_BSH))
+        return outputs
+
+    def _rollout_step(
+        self,
+        ids_BS: Tensor,
+        hidden_BSH: Tensor,
+        positions_BS: Tensor,
+        past: list[tuple[list[Tensor], list[Tensor]]],
+    ) -> tuple[Tensor, list[tuple[list[Tensor], list[Tensor]]]]:
+        """One step of the rollout: its state, and `past` (keys, values of each layer) with its own.
+
+        It changes nothing that it is given, so that a backward pass may run it again.
+        """
+        extended = [(list(keys), list(values)) for keys, values in past]
 
         def attend_in(layer: int) -> Attend:
             def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                keys[layer].append(key)
-                values[layer].append(value)
-                return rollout_attention(query, keys[layer], values[layer])
+                keys, values = extended[layer]
+                keys.append(key)
+                values.append(value)
+                return rollout_attention(query, keys, values)
 
             return attend
 
         attends = [attend_in(i) for i in range(len(self.layers))]
-        for k in range(num_steps):
-            shifted_BS = F.pad(ids_BS[:, 1 + k :], (0, min(1 + k, S)))
-            hidden_BSH = self.step(shifted_BS, hidden_BSH, positions_1S + k, attends)
-            outputs.append(self.head_input(hidden_BSH))
-        return outputs
+        return self.step(ids_BS, hidden_BSH, positions_BS, attends), extended
 
     def slots(self, batch: Batch, num_depths: int) -> Slots:
         """Row t drafts behind anchor t + 1; rollout step k is depth k."""

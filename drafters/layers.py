@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -122,7 +123,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU. recompute: keep its input only; the backward pass runs it again."""
+
+    recompute = False
 
     def __init__(self, width: int, inner_width: int) -> None:
         super().__init__()
@@ -131,4 +134,10 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner_width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            out: Tensor = checkpoint(self._inner, x, use_reentrant=False, preserve_rng_state=False)
+            return out
+        return self._inner(x)
+
+    def _inner(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
