@@ -23,7 +23,8 @@ from data.target import DTYPES
 from recipes.errors import UserError
 
 PREFIX = "model.mtp_layers."
-INDEX, SINGLE, OURS = "model.safetensors.index.json", "model.safetensors", "mtp.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+OURS, COPY = "mtp.safetensors", "target.safetensors"
 SERVED = ("mimo", "qwen2", "llama", "mistral")  # decoder layers that MiMo's form can hold
 NOT_COPIED = (INDEX, "config.json")
 
@@ -106,16 +107,22 @@ def stitch(target_folder: str | Path, drafter_folder: str | Path, out: str | Pat
         for file in sorted(source.iterdir()):
             if not file.is_file() or file.name in NOT_COPIED:
                 continue
+            name = _new_name(file.name)
             if file.name in rewritten:
                 kept = {n: t for n, t in load_file(file).items() if not n.startswith(PREFIX)}
-                save_file(kept, temporary / file.name, metadata={"format": "pt"})
+                save_file(kept, temporary / name, metadata={"format": "pt"})
             else:
-                shutil.copyfile(file, temporary / file.name)
+                shutil.copyfile(file, temporary / name)
         save_file(added, temporary / OURS, metadata={"format": "pt"})
-        files = old | dict.fromkeys(added, OURS)
+        files = {n: _new_name(f) for n, f in old.items()} | dict.fromkeys(added, OURS)
         total = sum((temporary / file).stat().st_size for file in set(files.values()))
         write_json(temporary / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
         write_json(temporary / "config.json", served_config(config))
+
+
+def _new_name(name: str) -> str:
+    """transformers reads no index where there is a single file of this name."""
+    return COPY if name == SINGLE else name
 
 
 def served_config(config: dict[str, Any]) -> dict[str, Any]:
