@@ -74,7 +74,8 @@ def make_config(
         "truncated_vocab_size": shape["vocab_size"],
         "max_paths": 64,  # of its tree, which a chain does not use
         "topk": 10,
-        "target_num_hidden_layers": target.num_layers,
+        # Not called num..layers: vLLM takes any such key for the number of blocks.
+        "target_depth": target.num_layers,
         "dtype": name,
         "torch_dtype": name,
         "transformers_version": transformers.__version__,
@@ -83,7 +84,7 @@ def make_config(
 
 def read_config(config: dict[str, Any], where: Path) -> tuple[TrainedDrafter, torch.dtype]:
     """The heads that a config.json describes (see ExportForm)."""
-    wanted = (*KEYS.values(), "truncated_vocab_size", "target_num_hidden_layers", "dtype")
+    wanted = (*KEYS.values(), "truncated_vocab_size", "target_depth", "dtype")
     missing = [key for key in wanted if key not in config]
     if missing:
         raise UserError(f"{where}: missing keys: {', '.join(missing)}")
@@ -101,7 +102,7 @@ def read_config(config: dict[str, Any], where: Path) -> tuple[TrainedDrafter, to
     if config["dtype"] not in DTYPES:
         raise UserError(f"{where}: dtype {config['dtype']!r} is none of {', '.join(DTYPES)}")
     fields = {ours: config[key] for ours, key in KEYS.items()}
-    shape = MedusaConfig(**fields, aux_layers=(config["target_num_hidden_layers"],))
+    shape = MedusaConfig(**fields, aux_layers=(config["target_depth"],))
     found = faults(shape)
     if found:
         raise UserError(f"{where}: {'; '.join(found)}")
@@ -123,7 +124,7 @@ def target_faults(shape: MedusaConfig, target: TargetInfo) -> list[str]:
     pairs = {
         "vocab_size": (shape.vocab_size, target.vocab_size),
         "hidden_size": (shape.hidden_size, target.hidden_size),
-        "target_num_hidden_layers": (shape.aux_layers[0], target.num_layers),
+        "target_depth": (shape.aux_layers[0], target.num_layers),
     }
     return [
         f"{key} is {own}, that of the target {target.name} is {wanted}"

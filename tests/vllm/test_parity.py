@@ -27,11 +27,18 @@ import torch
 
 from data.target import Target
 from eval.decode import Round
-from recipes.drafter_sections import Eagle3Section, PEagleSection
+from recipes.drafter_sections import (
+    DFlashSection,
+    Eagle1Section,
+    Eagle3Section,
+    MedusaSection,
+    PEagleSection,
+)
 from tests.tiny_exports import edit_config, edit_tensors
 from tests.vllm.ours_half import (
     MAX_MODEL_LEN,
     MAX_TOKENS,
+    NUM_DRAFT,
     TARGETS,
     Ours,
     decode_all,
@@ -46,6 +53,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 HERE = Path(__file__).parent
 NORMS = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
 FOUR_AUX = {"aux_layers": [0, 3, 6, 8]}  # the embeddings and the last layer before the final norm
+
+# Blocks of as many tokens as the engine drafts, and the last committed one.
+BLOCK: dict[str, Any] = {
+    "num_layers": 2,
+    "num_aux_layers": 3,
+    "block_size": NUM_DRAFT + 1,
+    "mask_token_id": 5,
+}
 
 # The table. A method whose drafter, section and export form are in drafters.methods is a line here.
 CASES = {
@@ -62,6 +77,12 @@ CASES = {
     "eagle3_qwen3": trained(Eagle3Section(), target="qwen3"),
     "p_eagle": trained(PEagleSection(num_layers=2)),
     "p_eagle_speculators": trained(PEagleSection(num_layers=2), "speculators"),
+    "dflash": trained(DFlashSection(**BLOCK, draft_vocab_size=32)),
+    "dflash_speculators": trained(DFlashSection(**BLOCK, draft_vocab_size=32), "speculators"),
+    "dflash_whole_vocab_causal": trained(DFlashSection(**BLOCK, causal=True), target="qwen3"),
+    "eagle1": trained(Eagle1Section()),
+    "medusa": trained(MedusaSection(num_heads=NUM_DRAFT)),
+    "medusa_own_heads": trained(MedusaSection(num_heads=NUM_DRAFT, shared_head=False)),
     "ngram": ngram(),
 }
 
