@@ -6,7 +6,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 import yaml
 
-from recipes.drafter_sections import BlockSection, DSparkSection
+from recipes.drafter_sections import BlockSection, DrafterSection, DSparkSection
 from recipes.errors import UserError
 from recipes.keys import fields_by_key
 from recipes.schema import Recipe, dump_recipe, load_recipe
@@ -254,24 +254,47 @@ def words_of(annotation: object) -> list[object]:
 
 
 SWITCHES = [
-    (key, value) for key, field in fields_by_key(Recipe) for value in words_of(field.annotation)
+    (key, value, [])
+    for key, field in fields_by_key(Recipe)
+    for value in words_of(field.annotation)
+    if not key.startswith("drafter.")
 ]
+SWITCHES += [
+    (f"drafter.{name}", value, [f"drafter.method={section.model_fields['method'].default}"])
+    for section in get_args(DrafterSection)
+    for name, field in section.model_fields.items()
+    for value in words_of(field.annotation)
+]
+# What some values need beside them.
+NEEDED = {
+    ("dflash", "train_head", True): "drafter.draft_vocab_size=100",
+    ("dspark", "train_head", True): "drafter.draft_vocab_size=100",
+    ("small_lm", "init", "checkpoint"): "drafter.model=org/name",
+    ("pard", "init", "checkpoint"): "drafter.model=org/name",
+}
 
 
 def test_switches_are_found():
-    assert ("drafter.train_head", False) in SWITCHES
-    assert ("loss.name", "lk_hybrid") in SWITCHES
-    assert len(SWITCHES) > 40
+    assert ("drafter.train_head", False, ["drafter.method=eagle3"]) in SWITCHES
+    assert ("loss.name", "lk_hybrid", []) in SWITCHES
+    assert len(SWITCHES) > 60
 
 
-@pytest.mark.parametrize(("key", "value"), SWITCHES)
-def test_p73_every_switch_takes_each_of_its_values(tmp_path, key, value):
-    section, name = key.split(".")
+@pytest.mark.parametrize(("key", "value", "overrides"), SWITCHES)
+def test_p73_every_switch_takes_each_of_its_values(tmp_path, key, value, overrides):
+    section, name = key.split(".", 1)
     text = str(value).lower() if isinstance(value, bool) else value
-    by_command = load_recipe(write(tmp_path), [f"{key}={text}"])
+    method = overrides[0].partition("=")[2] if overrides else ""
+    if method == "small_lm":  # it trains one depth alone
+        overrides = [*overrides, "loss.num_steps=1"]
+    needed = NEEDED.get((method, name, value))
+    overrides = [*overrides, f"{key}={text}", *([needed] if needed else [])]
+    by_command = load_recipe(write(tmp_path), overrides)
     by_file = load_recipe(write(tmp_path, dump_recipe(by_command)))
-    assert by_command.model_dump()[section][name] == value
-    assert by_file == by_command
+    found = by_command.model_dump()[section]
+    for part in name.split("."):
+        found = found[part]
+    assert found == value and by_file == by_command
 
 
 def test_every_key_says_its_unit_or_reason_also_in_the_documentation():
