@@ -7,11 +7,6 @@ from data.pipeline import data_dir
 from recipes.schema import Recipe
 
 
-def num_aux_layers(recipe: Recipe) -> int:
-    """How many target layers are captured."""
-    return len(recipe.drafter.aux_layers or (0, 0, 0))
-
-
 def estimate_data(recipe: Recipe) -> str:
     """Lines for a person: at most so many rows, tokens and bytes; or what is there already."""
     section = recipe.data
@@ -26,8 +21,10 @@ def estimate_data(recipe: Recipe) -> str:
         tokens, words = rows * longest, "at most"
     lines = [f"data: {words} {rows:,} rows, {tokens:,} tokens ({data_dir(recipe)})"]
     if section.states == "cached":
-        hidden = int(config_of(recipe.target.model, recipe.target.revision)["hidden_size"])
-        one = bytes_per_token(num_aux_layers(recipe), hidden, section.states_dtype)
+        fields = config_of(recipe.target.model, recipe.target.revision)
+        hidden, n = int(fields["hidden_size"]), int(fields["num_hidden_layers"])
+        aux = recipe.drafter.aux_layers or recipe.drafter.default_aux_layers(n)
+        one = bytes_per_token(len(aux), hidden, section.states_dtype)
         lines.append(
             f"states on disk: {words} {tokens * one / 1e9:.2f} GB ({one:,} bytes a token, "
             f"{section.states_dtype})"
