@@ -18,6 +18,11 @@ def not_for_sglang(_shape: Any, _form: Form, _num_draft_tokens: int) -> list[str
     return None
 
 
+def as_wanted(_shape: Any, num_draft_tokens: int) -> int:
+    """Any number of tokens can be drafted."""
+    return num_draft_tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportForm:
     """Names and keys of one architecture's folder.
@@ -39,6 +44,7 @@ class ExportForm:
     target_faults: where a shape does not fit its target.
     sglang: (shape, form, number of draft tokens) -> options of sglang.launch_server beside the two
         models; None where SGLang does not serve that.
+    num_tokens: (shape, wanted number of draft tokens) -> the number that an engine must be told.
     """
 
     title: str
@@ -53,6 +59,7 @@ class ExportForm:
     own_names: str = ""
     renamed: dict[Form, dict[str, str]] = field(default_factory=dict)
     sglang: Callable[[Any, Form, int], list[str] | None] = not_for_sglang
+    num_tokens: Callable[[Any, int], int] = as_wanted
 
     def names_of(self, form: Form) -> dict[str, str]:
         """The table of one form."""

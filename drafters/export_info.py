@@ -1,4 +1,4 @@
-"""What an exported folder says of itself: draftsmith.json, README.md and how it is served."""
+"""What an exported folder says of itself in draftsmith.json, and how it is served."""
 
 import json
 import shlex
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data import embedded
-from data.files import read_json, write_json, write_text
+from data.files import read_json, write_json
 from data.target import Target
 from drafters.base import TrainedDrafter
 from recipes.errors import UserError
@@ -127,36 +127,7 @@ def serve_command(
     )
 
 
-def write_card(
-    folder: Path,
-    title: str,
-    drafter: TrainedDrafter,
-    target: TargetInfo,
-    origin: Origin,
-    command: str,
-) -> None:
-    """Write README.md into `folder`; `title` is the architecture's, `command` serves it."""
-    data, train = origin.recipe["data"], origin.recipe["train"]
-    num_params = sum(parameter.numel() for parameter in drafter.parameters())
-    answers = "by the target itself" if data["regenerate"] else "as in the source"
-    lines = [
-        f"# {title} drafter for {target.name}",
-        "",
-        "A drafter for lossless speculative decoding: it proposes tokens that the target checks,",
-        "so text comes faster and its distribution stays that of the target. Made with Draftsmith.",
-        "",
-        f"- Target: {target.name}, revision {target.revision}",
-        f"- Shape: {num_params:,} parameters,"
-        f" {drafter.config.draft_vocab_size:,} of {target.vocab_size:,} tokens",
-        f"- Target layers read: {list(drafter.aux_layers)}; {LAYER_IDS}",
-        f"- Training text: prompts from {', '.join(data['sources'])}; answers {answers}",
-        f"- Budget: {origin.num_trained_tokens:,} supervised tokens (repeats counted), at most"
-        f" {train['epochs']:g} epochs",
-        "",
-        "```",
-        command,
-        "```",
-        "",
-        f"`{INFO}` holds the recipe, the commit and the versions.",
-    ]
-    write_text(folder / CARD, "\n".join(lines) + "\n")
+def sglang_command(folder: str | Path, target: TargetInfo, options: list[str]) -> str:
+    """The shell line that serves the target with this drafter through SGLang."""
+    words = ["--model-path", target.path, "--speculative-draft-model-path", str(folder), *options]
+    return "python -m sglang.launch_server " + shlex.join(words)

@@ -1,10 +1,12 @@
-"""config.json of an exported EAGLE-3 drafter: the plain HF form and the speculators form.
+"""config.json of an exported EAGLE-3 drafter: plain HF, speculators and SGLang's form.
 
 Every key that an engine reads is written, also where it has the engine's default: defaults differ
 between engines, and a key left out then loads silently as something else. Reading is strict for
 the same reason: the keys that decide the computation must be there and agree with each other.
 
-Layer ids are the project's own and vLLM's: k = residual stream after k decoder layers.
+Layer ids are the project's own and vLLM's: k = residual stream after k decoder layers. SGLang's
+form (drafters.sglang_format) differs from the plain one in the name of its layer and in how
+`eagle_config` counts.
 """
 
 from pathlib import Path
@@ -15,6 +17,7 @@ import transformers
 from pydantic import TypeAdapter, ValidationError
 
 from data.target import DTYPES
+from drafters import sglang_format
 from drafters.base import TrainedDrafter
 from drafters.eagle3 import Eagle3, Eagle3Config
 from drafters.export_form import ExportForm, Form
@@ -81,6 +84,8 @@ def make_config(
     drafter: Eagle3, form: Form, dtype: torch.dtype, target: TargetInfo, num_draft_tokens: int
 ) -> dict[str, Any]:
     """The whole config.json. `num_draft_tokens` is the default of the speculators form."""
+    if form == "sglang" and (found := sglang_format.faults(drafter.config, target.num_layers)):
+        raise UserError(f"export.format sglang: {'; '.join(found)}; use export.format: vllm")
     name = str(dtype).removeprefix("torch.")
     ids = {
         "bos_token_id": target.bos_token_id,
@@ -89,7 +94,7 @@ def make_config(
     }
     common = {"dtype": name, "torch_dtype": name, "transformers_version": transformers.__version__}
     layer, draft = layer_keys(drafter), _draft_keys(drafter, form)
-    if form == "vllm":
+    if form != "speculators":
         return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **draft, **ids, **common}
     return {
         "architectures": ["Eagle3Speculator"],
@@ -116,12 +121,14 @@ def make_config(
 
 
 def form_of(config: dict[str, Any]) -> Form | None:
-    """Which of the two forms a config.json has; None: it is no EAGLE-3."""
+    """Which of the forms a config.json has; None: it is no EAGLE-3."""
     if config.get("speculators_model_type") == "eagle3":
         return "speculators"
     plain = config.get("architectures") == ["LlamaForCausalLMEagle3"]
     parallel = config.keys() & {"ptd_token_id", "pard_token", "mask_token_id"}
-    return "vllm" if plain and not parallel and "speculators_model_type" not in config else None
+    if not plain or parallel or "speculators_model_type" in config:
+        return None
+    return "sglang" if sglang_format.counts_layers(config) else "vllm"
 
 
 def read_config(config: dict[str, Any], where: Path) -> tuple[TrainedDrafter, torch.dtype]:
@@ -149,7 +156,7 @@ def read_eagle_config(
     Raises:
         UserError: a missing key, an impossible value, or keys that contradict each other.
     """
-    layer = config if form == "vllm" else config.get(LAYER_SECTION)
+    layer = config.get(LAYER_SECTION) if form == "speculators" else config
     if not isinstance(layer, dict):
         raise UserError(f"{where}: {LAYER_SECTION} is missing")
     fields = {ours: layer.get(key) for ours, key in LAYER_KEYS.items()}
@@ -270,7 +277,11 @@ def _draft_keys(drafter: Eagle3, form: Form) -> dict[str, Any]:
         return keys
     eagle = {
         "use_aux_hidden_state": True,
-        "eagle_aux_hidden_state_layer_ids": shape["aux_layers"],
+        sglang_format.LAYERS_KEY: (
+            sglang_format.layer_ids(shape["aux_layers"])
+            if form == "sglang"
+            else shape["aux_layers"]
+        ),
         "norm_before_fc": shape["norm_before_fc"],
     }
     return {**keys, "eagle_config": eagle}
@@ -279,11 +290,13 @@ def _draft_keys(drafter: Eagle3, form: Form) -> dict[str, Any]:
 FORM = ExportForm(
     title="EAGLE-3",
     tensors=TENSORS,
-    forms=("vllm", "speculators"),
+    forms=("vllm", "speculators", "sglang"),
     engine={"method": "eagle3"},
     form_of=form_of,
     make_config=make_config,
     read_config=read_config,
     faults=shape_faults,
     target_faults=target_faults,
+    renamed={"sglang": sglang_format.renamed(TENSORS)},
+    sglang=sglang_format.eagle3_options,
 )

@@ -138,6 +138,11 @@ class TrainSection(Section):
         default=2, description="optimizer steps read ahead by a thread; 0 = none; same order"
     )
     save_every: CountOrZero = Field(default=500, description="steps; 0 = only at the end")
+    max_skipped_steps: CountOrZero = Field(
+        default=10,
+        description="steps left out because loss, gradient or states are not finite, before the "
+        "run stops; their rows are named",
+    )
     keep_checkpoints: Count = Field(default=2, description="newest ones kept, older ones deleted")
     validate_every: CountOrZero = Field(default=0, description="steps; 0 = only at the end")
     validate_prompts: CountOrZero = Field(
@@ -206,13 +211,30 @@ class EvalSection(Section):
         default=False, description="at temperature 0 also time a perfect drafter at this one's cost"
     )
     seed: int = Field(default=0, description="of the sampling")
-    drafters: list[Literal["drafter", "lookup", "lookup+drafter"]] = Field(
-        default=["drafter", "lookup", "lookup+drafter"],
-        min_length=1,
-        description="the trained one, n-gram lookup in the text so far, lookup where it hits",
+    drafters: list[Literal["drafter", "lookup", "lookup+drafter", "suffix", "suffix+drafter"]] = (
+        Field(
+            default=["drafter", "lookup", "lookup+drafter"],
+            min_length=1,
+            description="the trained one; n-gram lookup in the text so far (also named ngram, as in "
+            "vLLM); suffix decoding; either where it hits, else the trained one",
+        )
     )
     lookup_min: Count = Field(default=2, description="tokens of the shortest n-gram")
     lookup_max: Count = Field(default=4, description="tokens of the longest n-gram, tried first")
+    suffix_max_tree_depth: int = Field(
+        default=24, ge=2, description="suffix: tokens of a match and its continuation; 24 as vLLM"
+    )
+    suffix_max_spec_factor: Positive = Field(
+        default=1.0, description="suffix: tokens drafted for each token matched; 1 as vLLM"
+    )
+    suffix_min_token_prob: Share = Field(
+        default=0.1, description="suffix: a draft ends where it is less likely; 0.1 as vLLM"
+    )
+    suffix_cached_answers: CountOrZero = Field(
+        default=0,
+        description="suffix: earlier answers searched too; vLLM 10000; above 0 a result depends "
+        "on the order of the prompts",
+    )
     greedy_check_prompts: CountOrZero = Field(
         default=8, description="prompts compared in float32 with the target alone; 0 = none"
     )
@@ -229,6 +251,14 @@ class EvalSection(Section):
     @classmethod
     def _check_temperatures(cls, temperatures: list[float]) -> list[float]:
         return _once(temperatures, "a temperature")
+
+    @field_validator("drafters", mode="before")
+    @classmethod
+    def _rename_ngram(cls, drafters: Any) -> Any:
+        """ngram is vLLM's name of lookup."""
+        if not isinstance(drafters, list):
+            return drafters
+        return [d.replace("ngram", "lookup") if isinstance(d, str) else d for d in drafters]
 
     @field_validator("drafters")
     @classmethod
