@@ -1,4 +1,4 @@
-"""Drafters without weights of their own: n-gram lookup, and lookup in front of a trained head.
+"""N-gram lookup (vLLM: ngram), which has no weights, and such a drafter before a trained head.
 
 Dimension letters: B rows, K proposed tokens, V vocabulary, N newly committed positions.
 """
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from drafters.base import DecodingDrafter, Proposal, Sampling
+
+UNTRAINED = ("lookup", "suffix")  # names in eval.drafters of those without weights
 
 
 @dataclass
@@ -71,17 +73,17 @@ class Lookup(DecodingDrafter):
 
 @dataclass
 class _Both:
-    lookup: list[_Row]
+    lookup: Any
     head: Any
 
 
 class LookupThen(DecodingDrafter):
-    """Lookup where it hits, else the trained drafter; chosen row by row.
+    """Lookup (or suffix) where it hits, else the trained drafter; chosen row by row.
 
     The choice depends on committed tokens alone, so verification stays exact.
     """
 
-    def __init__(self, lookup: Lookup, head: DecodingDrafter) -> None:
+    def __init__(self, lookup: DecodingDrafter, head: DecodingDrafter) -> None:
         self.lookup, self.head = lookup, head
         self.aux_layers = head.aux_layers
 

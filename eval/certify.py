@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 
 from data.target import Target
 from drafters.base import DecodingDrafter
+from drafters.lookup import UNTRAINED
 from eval.arms import unseen
 from eval.broken import FAULTS, Fault
 from eval.decode import decode
@@ -175,7 +176,7 @@ def certify(
     """Test one drafter's decoding and what the test can see.
 
     Args:
-        name: of the drafter; "lookup" never draws its drafts.
+        name: of the drafter; those without weights never draw their drafts.
         prompts: token ids.
         greedy: its greedy tokens against the target's in float32; None = not compared.
         num_tokens: drawn in each setting.
@@ -184,7 +185,7 @@ def certify(
     laws: list[Law] = []
     power: list[Caught] = []
     controls: list[list[float]] = []
-    for settings, faults in certificate_settings(section, name != "lookup"):
+    for settings, faults in certificate_settings(section, name not in UNTRAINED):
         replays = Replays(settings.verify, faults, NUM_REPLAYS, section.seed)
         with_replays = replace(settings, verifier=replays) if faults else settings
         pit = draw_tokens(
@@ -217,7 +218,7 @@ def certify(
 
 def num_drawn(section: EvalSection, name: str, num_tokens: int = NUM_TOKENS) -> int:
     """How many tokens `certify` tells `advance`."""
-    return num_tokens * len(certificate_settings(section, name != "lookup"))
+    return num_tokens * len(certificate_settings(section, name not in UNTRAINED))
 
 
 def conclude(certificate: Certificate) -> Certificate:

@@ -18,7 +18,8 @@ from data.provenance import ROOT, git_state, hardware, versions
 from data.target import Target, resolve_device, resolve_dtype
 from drafters.base import DecodingDrafter
 from drafters.export_info import TargetInfo, load_info
-from drafters.lookup import Lookup, LookupThen
+from drafters.lookup import UNTRAINED, Lookup, LookupThen
+from drafters.suffix import Suffix
 from drafters.vllm_format import load
 from eval.lossless import GreedyComparison, pit_p_value
 from eval.measure import ORACLE_OF, Measured
@@ -26,7 +27,7 @@ from eval.record import SCHEMA, ResultRecord, validate
 from eval.task_result import count_text
 from eval.tasks import Task
 from recipes.errors import UserError
-from recipes.schema import Recipe
+from recipes.schema import EvalSection, Recipe
 
 
 class Plan(NamedTuple):
@@ -82,13 +83,31 @@ def make_drafters(plan: Plan, target: Target, names: Sequence[str]) -> dict[str,
     """
     section = plan.recipe.eval
     lookup = Lookup(section.lookup_min, section.lookup_max)
-    if set(names) <= {"lookup"}:
-        return dict.fromkeys(names, lookup)
+    suffix, behind = make_suffix(section, 1), make_suffix(section, section.lookup_min)
+    untrained: dict[str, DecodingDrafter] = {"lookup": lookup, "suffix": suffix}
+    if set(names) <= untrained.keys():
+        return {name: untrained[name] for name in names}
     drafter = load(plan.export, TargetInfo.of(target), target.dtype)
     drafter.to(target.device).eval()
     drafter.use_target(target)
-    known = {"drafter": drafter, "lookup": lookup, "lookup+drafter": LookupThen(lookup, drafter)}
+    known: dict[str, DecodingDrafter] = {
+        **untrained,
+        "drafter": drafter,
+        "lookup+drafter": LookupThen(lookup, drafter),
+        "suffix+drafter": LookupThen(behind, drafter),
+    }
     return {name: known[name] for name in names}
+
+
+def make_suffix(section: EvalSection, min_match: int) -> Suffix:
+    """The suffix decoder that a recipe asks for; in front of a head, short matches are not used."""
+    return Suffix(
+        section.suffix_max_tree_depth,
+        section.suffix_max_spec_factor,
+        section.suffix_min_token_prob,
+        section.suffix_cached_answers,
+        min_match,
+    )
 
 
 def make_settings(
@@ -121,6 +140,12 @@ def make_settings(
         "turns": section.turns,
         "seed": section.seed,
         "lookup": [section.lookup_min, section.lookup_max],
+        "suffix": [
+            section.suffix_max_tree_depth,
+            section.suffix_max_spec_factor,
+            section.suffix_min_token_prob,
+            section.suffix_cached_answers,
+        ],
         "template_kwargs": recipe.data.template_kwargs,
         "template_hash": template_hash,
     }
@@ -136,7 +161,7 @@ def train_minutes(run_dir: Path) -> float | None:
 def make_identity(plan: Plan, target: Target, name: str) -> dict[str, Any]:
     """Who was measured on what; `name` is one of eval.drafters."""
     num_params, num_tokens, method = 0, 0, name
-    if name != "lookup":
+    if name not in UNTRAINED:
         num_params = sum(p.numel() for p in load(plan.export).parameters())
         info = load_info(plan.export)
         num_tokens, method = info["num_trained_tokens"], name.replace("drafter", info["method"])
@@ -151,7 +176,7 @@ def make_identity(plan: Plan, target: Target, name: str) -> dict[str, Any]:
         "method": method,
         "drafter_params": num_params,
         "trained_tokens": num_tokens,
-        "train_minutes": 0.0 if name == "lookup" else train_minutes(plan.export.parent),
+        "train_minutes": 0.0 if name in UNTRAINED else train_minutes(plan.export.parent),
         "commit": commit,
         "versions": {key: value for key, value in versions().items() if value},
         "hardware": ", ".join(parts),

@@ -12,6 +12,7 @@ from data.conversations import Conversation
 from data.files import write_json
 from data.progress import progress
 from data.target import Target
+from drafters.lookup import UNTRAINED
 from eval.costs import PassTimes, measure_passes
 from eval.lossless import GreedyComparison
 from eval.measure import (
@@ -105,7 +106,7 @@ def load_target(recipe: Recipe, dtype: str | None = None) -> Target:
 def need_export(plan: Plan) -> None:
     """Raises UserError where a trained drafter is to be measured and none was exported."""
     drafters = plan.recipe.eval.drafters
-    if set(drafters) != {"lookup"} and not (plan.export / "config.json").is_file():
+    if not set(drafters) <= set(UNTRAINED) and not (plan.export / "config.json").is_file():
         raise UserError(
             f"{plan.export}: no exported drafter here; make it with "
             f"`python train/export.py {plan.run_dir}` (after train/distill.py)"
