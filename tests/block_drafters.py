@@ -58,7 +58,8 @@ def make(kind: str = "dflash", **changes: Any) -> Any:
     with torch.no_grad():
         for name, weight in drafter.named_parameters():
             weight.normal_(1.0 if "norm" in name else 0.0, 0.3)  # no norm is the identity
-    if drafter.config.draft_vocab_size < drafter.config.vocab_size:  # draft ids 0, 1, 2 stand for the target's 3, 6, 9
+    if drafter.config.draft_vocab_size < drafter.config.vocab_size:
+        # Draft ids 0, 1, 2 stand for the target's 3, 6, 9.
         drafter.d2t.copy_(torch.arange(drafter.config.draft_vocab_size) * 2 + 3)
     drafter.use_weights(torch.randn(V, H), torch.randn(V, H))
     return drafter
