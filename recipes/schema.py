@@ -215,8 +215,8 @@ class EvalSection(Section):
         Field(
             default=["drafter", "lookup", "lookup+drafter"],
             min_length=1,
-            description="the trained one; n-gram lookup in the text so far (also named ngram, as in "
-            "vLLM); suffix decoding; either where it hits, else the trained one",
+            description="the trained one; n-gram lookup in the text so far (ngram means the same); "
+            "suffix decoding; either where it hits, else the trained one",
         )
     )
     lookup_min: Count = Field(default=2, description="tokens of the shortest n-gram")
