@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from recipes.errors import UserError
 from recipes.schema import TrainSection
 from train.optim import build_optimizer, clip, lr_factor, param_groups, set_lr
 
@@ -29,6 +30,12 @@ def test_optimizer_takes_the_recipe_and_the_rate_of_the_step():
     assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.9)}
     set_lr(optimizer, 1e-5)
     assert {group["lr"] for group in optimizer.param_groups} == {1e-5}
+
+
+def test_8_bit_moments_say_what_they_need():
+    section = TrainSection(optimizer="adamw8bit")
+    with pytest.raises(UserError, match=r"train\.optimizer=adamw8bit needs CUDA.*cpu; set adamw"):
+        build_optimizer(nn.Linear(2, 2), section)
 
 
 def test_warm_up_then_cosine():

@@ -15,6 +15,8 @@ from data.target import HeadRows, Target
 from data.vocab import DraftVocab
 from drafters.anchors import anchors_of
 from drafters.base import TrainedDrafter
+from drafters.eagle3 import Eagle3
+from drafters.layers import MLP
 from recipes.schema import LossSection
 from train.losses import LOSSES, LossOptions, Teacher, head_pass, linear_loss
 from train.weighting import by_draft, d_pace_weights, end_to_end_weights
@@ -47,6 +49,18 @@ class Distiller(nn.Module):
         ids_D = self.drafter.draft_ids_D
         whole = len(ids_D) == target.vocab_size  # then a copy of the head would be waste
         self._head_rows = None if whole else target.head_rows(ids_D)
+
+    def recompute_activations(self) -> None:
+        """Keep less of the drafter's forward pass and run it again in the backward pass.
+
+        EAGLE-3 and its kin run whole rollout steps again, the others their MLPs.
+        """
+        if isinstance(self.drafter, Eagle3):
+            self.drafter.recompute = True
+            return
+        for module in self.drafter.modules():
+            if isinstance(module, MLP):
+                module.recompute = True
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Weighted sum of the loss over supervised slots, and sums [G] of what is reported.
@@ -113,13 +127,21 @@ class Distiller(nn.Module):
         """The target's probabilities of the draft vocabulary (missing mass kept) at positions."""
         assert batch.hidden_BSH is not None and batch.lse_BS is not None
         target, hidden_BSH, lse_BS = self._target[0], batch.hidden_BSH, batch.lse_BS
+        unique_U, inverse_N = position_N.unique_consecutive(return_inverse=True)
+        hidden_SH, lse_S = hidden_BSH.flatten(0, 1), lse_BS.flatten()
+        # Where each chunk's distinct positions begin and end: asked of the device once, not once a
+        # chunk.
+        size = self.loss.chunk_size
+        ends = [min(start + size, len(position_N)) - 1 for start in range(0, len(position_N), size)]
+        firsts, lasts = inverse_N[::size].tolist(), inverse_N[ends].tolist()
 
         def teacher(rows: slice) -> tuple[Tensor, Tensor]:
-            unique_U, inverse_C = position_N[rows].unique_consecutive(return_inverse=True)
-            hidden_UH = hidden_BSH.flatten(0, 1)[unique_U].to(target.dtype)
-            logits_UD = target.logits(hidden_UH, self._head_rows)
-            lse_U1 = lse_BS.flatten()[unique_U][:, None]
-            return (logits_UD - lse_U1).exp_()[inverse_C], labels_N[rows]
+            chunk = rows.start // size
+            assert rows.start % size == 0, "chunks are those of the loss"
+            unique_C = unique_U[firsts[chunk] : lasts[chunk] + 1]
+            logits_UD = target.logits(hidden_SH[unique_C].to(target.dtype), self._head_rows)
+            p_UD = logits_UD.sub_(lse_S[unique_C][:, None]).exp_()
+            return p_UD[inverse_N[rows] - firsts[chunk]], labels_N[rows]
 
         return teacher
 

@@ -7,7 +7,9 @@ import math
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from recipes.errors import UserError
 from recipes.schema import TrainSection
 
 
@@ -24,11 +26,29 @@ def param_groups(module: nn.Module, weight_decay: float) -> list[dict[str, objec
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(module: nn.Module, section: TrainSection) -> torch.optim.AdamW:
-    """AdamW as the recipe says. The loop sets the rate before every step (lr_factor, set_lr)."""
-    return torch.optim.AdamW(
-        param_groups(module, section.weight_decay), lr=section.lr, betas=section.betas, fused=True
-    )
+def build_optimizer(module: nn.Module, section: TrainSection) -> torch.optim.Optimizer:
+    """AdamW as the recipe says. The loop sets the rate before every step (lr_factor, set_lr).
+
+    Raises:
+        UserError: the 8-bit one where its library or its device is missing.
+    """
+    groups = param_groups(module, section.weight_decay)
+    if section.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, fused=True)
+    device = next(module.parameters()).device
+    if device.type != "cuda":
+        raise UserError(
+            f"train.optimizer=adamw8bit needs CUDA; the drafter lies on {device.type}; set adamw"
+        )
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError(
+            f"train.optimizer=adamw8bit needs bitsandbytes ({error}): pip install bitsandbytes, or "
+            "set adamw"
+        ) from error
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=section.lr, betas=section.betas)
+    return optimizer
 
 
 def lr_factor(step: float, num_steps: float, warmup_steps: float, min_ratio: float) -> float:
@@ -59,11 +79,11 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def clip(accelerator: Accelerator, module: nn.Module, max_norm: float) -> float:
     """Scale the gradients so that their total L2 norm is at most max_norm.
 
-    Call it once an optimizer step, when all micro-batches are in. Under DeepSpeed the engine clips
-    by its own configuration, and this only reports.
+    Call it once an optimizer step, when all micro-batches are in; not under DeepSpeed, whose engine
+    clips by its own configuration.
 
     Returns:
         The norm before clipping; not finite when a gradient is not.
     """
-    norm: Tensor | float | None = accelerator.clip_grad_norm_(module.parameters(), max_norm)
-    return math.nan if norm is None else float(norm)
+    norm: Tensor = accelerator.clip_grad_norm_(module.parameters(), max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

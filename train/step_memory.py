@@ -1,0 +1,197 @@
+"""Peak memory of a training step, found by running the step on shapes alone.
+
+Dimension letters: B rows, S positions, N supervised slots, U target positions of a chunk, C slots
+of a chunk, H hidden width of the target, F captured width, W width of what the head reads, V
+vocabulary, D draft vocabulary.
+
+The drafter's own code, the chunked loss and the backward pass run on tensors without memory, while
+every storage that an operation makes is counted for as long as it lives. So a change of the code
+changes the number. What it leaves out: work space inside kernels, the allocator's rounding, and
+what the process weighs before it holds a model.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from drafters.eagle3 import Eagle3
+from drafters.methods import METHODS
+from recipes.schema import Recipe
+from train.losses import LOSSES, LossOptions, linear_loss
+
+GRAD_BYTES = WEIGHT_BYTES = 4
+SUMMARY_POSITIONS = 256  # positions whose target logits exist together (data.hidden_states)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operations make under it: now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, Any] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and count what it returns."""
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.count(leaf)
+        return out
+
+    def count(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, once, until it dies."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def forget(_: Any) -> None:
+            self.now -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, forget)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes of one process.
+
+    weights: fp32 weights of the drafter, its gradients and the optimizer's moments.
+    target: the frozen target, with the copy of the head's rows that the loss reads.
+    batch: tokens and states. work: the most that a step needs beside these three (activations,
+    logits of a chunk, gradients of the head); rough where `counted` is False.
+    """
+
+    weights: int
+    target: int
+    batch: int
+    work: int
+    counted: bool
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.target + self.batch + self.work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the estimate needs of the target and of a batch; states_bytes: of a state's number."""
+
+    fields: dict[str, Any]
+    aux_layers: tuple[int, ...]
+    draft_vocab_size: int
+    target_parameters: int
+    target_bytes: int
+    states_bytes: int
+    num_rows: int
+    length: int
+
+
+def step_memory(recipe: Recipe, shape: Shape) -> StepMemory:
+    """The estimate for a batch whose every position is supervised, hence an upper bound.
+
+    Methods of the EAGLE-3 family are counted; of the others the activations are a rough formula.
+    """
+    fields, D, H = shape.fields, shape.draft_vocab_size, int(shape.fields["hidden_size"])
+    method = METHODS[recipe.drafter.method]
+    with FakeTensorMode():
+        drafter: Any = method.drafter(
+            method.make_config(recipe.drafter, fields, shape.aux_layers, D)
+        )
+        trains_head = recipe.drafter.trains_head
+        parameters = dict(drafter.named_parameters())
+        if not trains_head and "lm_head.weight" in parameters:
+            parameters["lm_head.weight"].requires_grad_(False)
+        trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
+        moments = 2 if recipe.train.optimizer == "adamw8bit" else 8
+        whole = int(fields["vocab_size"]) == D
+        head_rows = 0 if whole else D * H * shape.target_bytes
+        positions = shape.num_rows * shape.length
+        num_states = H * (1 + len(shape.aux_layers))
+        work, counted = _formula(recipe, shape), False
+        # MTP and EAGLE-1 borrow modules of the target, which is not there.
+        if recipe.drafter.method in ("eagle3", "p_eagle") and isinstance(drafter, Eagle3):
+            work, counted = _run(recipe, shape, drafter), True
+    online = SUMMARY_POSITIONS * int(fields["vocab_size"]) * 4 * 3
+    if recipe.data.states == "online":
+        work = max(work, online)
+    return StepMemory(
+        weights=sum(p.numel() for p in parameters.values()) * WEIGHT_BYTES + trained * moments,
+        target=shape.target_parameters * shape.target_bytes + head_rows,
+        batch=positions * (num_states * shape.states_bytes + 29),  # ids, mask, lse, argmax, anchors
+        work=work,
+        counted=counted,
+    )
+
+
+def _run(recipe: Recipe, shape: Shape, drafter: Eagle3) -> int:
+    """The most that a forward and backward pass keep at once (under a FakeTensorMode)."""
+    B, S, D = shape.num_rows, shape.length, shape.draft_vocab_size
+    H, V = int(shape.fields["hidden_size"]), int(shape.fields["vocab_size"])
+    num_depths, size = recipe.loss.num_steps, recipe.loss.chunk_size
+    states_dtype = torch.float32 if shape.states_bytes == 4 else torch.bfloat16
+    target_dtype = torch.float32 if shape.target_bytes == 4 else torch.bfloat16
+    bf16 = recipe.train.mixed_precision == "bf16"
+    drafter.recompute = recipe.train.activation_checkpointing
+    drafter.use_embeddings(torch.empty(V, H, dtype=target_dtype))
+    head_DH = torch.empty(D, H, dtype=target_dtype)
+    hidden_PH = torch.empty(B * S, H, dtype=states_dtype)
+    aux_BSF = torch.empty(B, S, H * len(shape.aux_layers), dtype=states_dtype)
+    ids_BS = torch.empty(B, S, dtype=torch.int64)
+    with LiveBytes() as live, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        heads = drafter.rollout(ids_BS, aux_BSF, num_depths)
+        lengths = [max(0, S - 2 - k) for k in range(num_depths)]
+        parts = [
+            head.flatten(0, 1)[torch.empty(B * n, dtype=torch.int64)]
+            for head, n in zip(heads, lengths, strict=True)
+        ]
+        slots_NW = torch.cat(parts)
+        del heads, parts
+        N = len(slots_NW)
+        order_N = torch.empty(N, dtype=torch.int64)
+        head_NW = slots_NW[order_N]
+
+        def teacher(rows: slice) -> tuple[Tensor, Tensor]:
+            C = rows.stop - rows.start
+            U = min(C, C // num_depths + 2)
+            logits_UD = (hidden_PH[:U].to(target_dtype) @ head_DH.T).float() * 1.0
+            p_UD = logits_UD.sub_(logits_UD[:, :1]).exp_()
+            return p_UD[torch.empty(C, dtype=torch.int64)], torch.empty(C, dtype=torch.int64)
+
+        options = LossOptions(renormalize=recipe.loss.renormalize, ce_share=recipe.loss.ce_share)
+        weight_DW = drafter.head_weights()[0]
+        loss, _, _ = linear_loss(
+            head_NW,
+            weight_DW,
+            teacher,
+            LOSSES[recipe.loss.name],
+            options,
+            size,
+            torch.empty(N),
+            torch.empty(N, dtype=torch.int64),
+            num_depths,
+        )
+    with live:
+        loss.backward()
+    return live.peak
+
+
+def _formula(recipe: Recipe, shape: Shape) -> int:
+    """Rough: what a decoder layer keeps of each place that a draft is made at, and one chunk."""
+    width = 2 if recipe.train.mixed_precision == "bf16" else 4
+    H, inner = int(shape.fields["hidden_size"]), int(shape.fields["intermediate_size"])
+    places = shape.num_rows * shape.length * recipe.loss.num_steps
+    kept = 8 * H + (0 if recipe.train.activation_checkpointing else 4 * inner)
+    chunk = recipe.loss.chunk_size * shape.draft_vocab_size * 4 * 6
+    return places * kept * width + chunk
