@@ -31,6 +31,8 @@ from torch import Tensor
 WINDOW_BATCHES = 64
 """Rows are sorted by length within windows of about this many batches."""
 
+STAND_IN = "stand-in"  # the id of such a row
+
 STAND_IN_TOKENS = 16
 """Length of the stand-in row of a rank that has no batch left."""
 
@@ -141,7 +143,7 @@ def stand_in(row: Row) -> Row:
             argmax_S=None if states.argmax_S is None else states.argmax_S[head],
         )
     mask_S = torch.zeros_like(row.mask_S[head])
-    return Row(id="stand-in", ids_S=row.ids_S[head], mask_S=mask_S, states=states)
+    return Row(id=STAND_IN, ids_S=row.ids_S[head], mask_S=mask_S, states=states)
 
 
 def plan_batches(

@@ -13,7 +13,7 @@ from drafters.methods import build_drafter
 from recipes.drafter_sections import Eagle3Section
 from recipes.schema import LossSection, TargetSection
 from train.distiller import Distiller, count_slots
-from train.loop import tau_of, with_states
+from train.validate import tau_of, with_states
 
 
 @pytest.fixture(scope="module")

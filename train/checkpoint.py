@@ -1,33 +1,46 @@
 """Checkpoints that hold everything a run needs to go on as if it had never stopped.
 
-A checkpoint is the folder `RUN/checkpoints/step-N`: the states that accelerate saves (model,
-optimizer and, a file each rank, the random states of python, numpy, torch and CUDA; shards under
-DeepSpeed and FSDP) and state.json: position, best metric, recipe, sizes of all files.
-It is written under a temporary name and renamed, so a killed run leaves no half checkpoint.
+A checkpoint is the folder `RUN/checkpoints/step-N`:
+
+    weights.safetensors   the trained module, whole, whatever launcher holds it in parts
+    moments.safetensors   the optimizer's state by parameter name, whole
+    random-R.json         random states of rank R: python, numpy, torch, CUDA
+    state.json            position, best metric, recipe; size and sha256 of every file
+
+So a run may go on with another launcher, and with another number of processes. A checkpoint is
+written under a temporary name and renamed, so a killed run leaves no half one; the sums find what
+a disk lost later.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import random
 import re
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from data.files import read_json, replace_dir, write_json
+from data.files import read_json, replace_dir, sha256, write_json, write_text
 from recipes.errors import UserError
 from recipes.schema import Recipe
+from train.shards import set_moments, whole_moments, whole_weights
 
 logger = logging.getLogger("draftsmith")
 
-STATE = "state.json"
-VERSION = 1
+STATE, WEIGHTS, MOMENTS = "state.json", "weights.safetensors", "moments.safetensors"
+VERSION = 2
 
 FREE = (
     "name",
@@ -36,6 +49,10 @@ FREE = (
     "loss.chunk_size",
     "train.save_every",
     "train.keep_checkpoints",
+    "train.max_skipped_steps",
+    "train.prefetch",
+    "train.activation_checkpointing",
+    "train.gradient_accumulation",  # times processes it must stay: see _check_step
     "train.validate_",
     "eval.",
     "export.",
@@ -48,20 +65,28 @@ FREE = (
 class Progress:
     """Where a run stands.
 
-    step: optimizer steps made.
-    epoch, index: next entry of the batch plan, both 0-based; index counts this rank's entries.
+    step: optimizer steps made, skipped ones included.
+    epoch, index: next entry of the batch plan, both 0-based, of all ranks together.
+    rows: hash over the row ids of all steps so far, one after the other.
     num_tokens: supervised tokens seen, all ranks.
+    num_skipped: steps left out because a number was not finite.
+    num_empty: micro-batches without one supervised token.
     seconds: training time, earlier parts of a resumed run included.
     best, best_step: best validation metric so far (higher is better) and the step it was reached.
+    window: sums since the last logged line, all ranks, and the gradient norms (`grad_norm`).
     """
 
     step: int = 0
     epoch: int = 0
     index: int = 0
+    rows: str = ""
     num_tokens: int = 0
+    num_skipped: int = 0
+    num_empty: int = 0
     seconds: float = 0.0
     best: float | None = None
     best_step: int | None = None
+    window: dict[str, list[float]] = field(default_factory=dict)
 
     def improve(self, metric: float) -> bool:
         """Note a validation metric of this step; True when it is the best so far."""
@@ -76,24 +101,40 @@ def folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step}"
 
 
-def save(accelerator: Accelerator, run_dir: Path, progress: Progress, recipe: Recipe) -> Path:
+def save(
+    accelerator: Accelerator,
+    run_dir: Path,
+    progress: Progress,
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> Path:
     """Write a checkpoint and delete the oldest ones. All ranks call it.
 
     Kept are the recipe's number of newest checkpoints, and that of the best step.
+
+    Args:
+        model, optimizer: as accelerate prepared them.
 
     Returns:
         Its folder.
     """
     final = folder(run_dir, progress.step)
+    weights = whole_weights(accelerator, accelerator.unwrap_model(model))
+    moments = whole_moments(accelerator, model, optimizer)
     with ExitStack() as stack:
         temporary = [""]
         if accelerator.is_main_process:
             temporary = [str(stack.enter_context(replace_dir(final)))]
         broadcast_object_list(temporary, from_process=0)
-        accelerator.save_state(temporary[0])
+        path = Path(temporary[0])
+        write_text(path / f"random-{accelerator.process_index}.json", json.dumps(_random_state()))
+        if accelerator.is_main_process:
+            _save(weights, path / WEIGHTS)
+            _save(moments, path / MOMENTS)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            _write_state(Path(temporary[0]), progress, recipe, accelerator.num_processes)
+            _write_state(path, progress, recipe, accelerator.num_processes)
     if accelerator.is_main_process:
         _rotate(run_dir, recipe.train.keep_checkpoints, progress.best_step)
     accelerator.wait_for_everyone()
@@ -101,50 +142,99 @@ def save(accelerator: Accelerator, run_dir: Path, progress: Progress, recipe: Re
 
 
 def latest(run_dir: Path) -> Path | None:
-    """Folder of the newest complete checkpoint; a damaged one is passed over, and that is said."""
+    """Folder of the newest sound checkpoint; a damaged one is passed over, and that is said.
+
+    Every file of the newest one is read, to compare its sum.
+
+    Raises:
+        UserError: there are checkpoints, and none is sound.
+    """
+    faults = []
     for path in reversed(_checkpoints(run_dir)):
         fault = _fault(path)
         if fault is None:
             return path
-        logger.warning("checkpoint %s is not complete (%s); trying an older one", path, fault)
+        faults.append(f"{path.name}: {fault}")
+        logger.warning("checkpoint %s is damaged (%s); trying an older one", path, fault)
+    if faults:
+        raise UserError(
+            f"no checkpoint in {run_dir / 'checkpoints'} can be used ({'; '.join(faults)}): "
+            "restore one, or delete that folder and start anew"
+        )
     return None
 
 
-def load(accelerator: Accelerator, path: Path, recipe: Recipe) -> Progress:
-    """Restore what `save` wrote. Call it on all ranks, after prepare() and before the first step.
+def load_weights(path: Path, module: nn.Module) -> None:
+    """Put the saved weights into the trained module; before prepare(), which may divide it."""
+    module.load_state_dict(load_file(path / WEIGHTS), strict=True)
+
+
+def load(
+    accelerator: Accelerator,
+    path: Path,
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> Progress:
+    """Restore the rest of what `save` wrote. All ranks call it, after prepare().
+
+    A rank that the saving run did not have keeps its random states; nothing that is learnt depends
+    on them (every random choice of a step follows from the recipe's seed and its rows).
 
     Args:
-        accelerator: with the same models and optimizers prepared, in the same order.
         path: a checkpoint folder, e.g. from latest().
         recipe: of the run that goes on.
 
     Raises:
-        UserError: the checkpoint is damaged, was made by another number of processes, or with a
-            recipe that differs in a key that changes the result.
+        UserError: see check_recipe.
     """
-    fault = _fault(path)
-    if fault is not None:
-        raise UserError(f"checkpoint {path} is not complete: {fault}")
-    check_recipe(path, recipe)
-    state = read_json(path / STATE)
-    if state["num_processes"] != accelerator.num_processes:
-        raise UserError(
-            f"cannot resume from {path}: it was made by {state['num_processes']} processes, this "
-            f"run has {accelerator.num_processes}; launch as many"
-        )
-    accelerator.load_state(str(path))
+    state = check_recipe(path, recipe, accelerator.num_processes)
+    set_moments(accelerator, model, optimizer, load_file(path / MOMENTS))
+    drawn = path / f"random-{accelerator.process_index}.json"
+    if drawn.is_file():
+        _set_random_state(read_json(drawn))
     return Progress(**state["progress"])
 
 
-def check_recipe(path: Path, recipe: Recipe) -> None:
-    """Refuse (UserError) a complete checkpoint of a recipe that differs in what matters."""
-    changes = differences(read_json(path / STATE)["recipe"], recipe.model_dump(mode="json"))
+def check_recipe(path: Path, recipe: Recipe, num_processes: int) -> dict[str, Any]:
+    """Read state.json of a sound checkpoint, and refuse one that this run would not continue.
+
+    Raises:
+        UserError: the recipe differs in a key that changes the result, or a step would not hold
+            as many micro-batches.
+    """
+    state: dict[str, Any] = read_json(path / STATE)
+    changes = differences(state["recipe"], recipe.model_dump(mode="json"))
     if changes:
         raise UserError(
             f"cannot resume from {path}: the recipe differs in keys that change the result: "
             + "; ".join(changes)
             + ". Restore them, or start anew under another name"
         )
+    _check_step(path, state, recipe, num_processes)
+    return state
+
+
+def _check_step(path: Path, state: dict[str, Any], recipe: Recipe, num_processes: int) -> None:
+    """Processes times accumulation is the size of a step: schedule and data follow from it."""
+    before = state["num_processes"] * state["recipe"]["train"]["gradient_accumulation"]
+    accumulation = recipe.train.gradient_accumulation
+    if num_processes * accumulation == before:
+        return
+    if before % num_processes == 0:
+        mend = f"set train.gradient_accumulation={before // num_processes}"
+    else:
+        fitting = [str(n) for n in range(1, before + 1) if before % n == 0]
+        mend = (
+            f"launch {' or '.join(fitting)} processes, with train.gradient_accumulation = "
+            f"{before} / processes"
+        )
+    raise UserError(
+        f"cannot resume from {path}: its steps have {before} micro-batches "
+        f"({state['num_processes']} processes x train.gradient_accumulation="
+        f"{state['recipe']['train']['gradient_accumulation']}), this run's have "
+        f"{num_processes * accumulation} ({num_processes} x {accumulation}): {mend}"
+    )
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -174,7 +264,9 @@ def _write_state(path: Path, progress: Progress, recipe: Recipe, num_processes: 
         "progress": asdict(progress),
         "num_processes": num_processes,
         "recipe": recipe.model_dump(mode="json"),
-        "files": {file.relative_to(path).as_posix(): file.stat().st_size for file in files},
+        "files": {
+            file.relative_to(path).as_posix(): [file.stat().st_size, sha256(file)] for file in files
+        },
     }
     write_json(path / STATE, state)
 
@@ -189,12 +281,14 @@ def _fault(path: Path) -> str | None:
         return f"{STATE} is damaged"
     if state["version"] != VERSION:
         return f"format {state['version']}, this version reads {VERSION}"
-    for name, size in state["files"].items():
+    for name, (size, digest) in state["files"].items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes, {size} were written"
+        if sha256(file) != digest:
+            return f"{name} has other content than was written (its sha256 differs)"
     return None
 
 
@@ -206,6 +300,35 @@ def _checkpoints(run_dir: Path) -> list[Path]:
 
 
 def _rotate(run_dir: Path, keep: int, best_step: int | None) -> None:
+    for path in (run_dir / "checkpoints").glob(".step-*"):
+        shutil.rmtree(path)  # what a killed run left half-written
     for path in _checkpoints(run_dir)[:-keep]:
         if best_step is None or path != folder(run_dir, best_step):
             shutil.rmtree(path)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _random_state() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": [state.tolist() for state in torch.cuda.get_rng_state_all()],
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    for device, values in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(torch.tensor(values, dtype=torch.uint8), device)

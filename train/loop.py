@@ -1,7 +1,5 @@
 """The training loop: read top to bottom.
 
-Dimension letters: G rollout steps.
-
 Sums travel, means do not: the loss of an optimizer step is one sum over all its micro-batches and
 ranks, divided once by the number of supervised slots in all of them.
 """
@@ -11,33 +9,36 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
-from data.batch import Batch, Row, make_batch, plan_batches, shard
+from data.batch import STAND_IN, Batch, Row, make_batch, plan_batches
 from data.files import stable_hash
-from data.hidden_states import summaries
 from data.pipeline import Prepared
 from data.target import Target
 from drafters.anchors import choose_anchors
-from drafters.base import Sampling, TrainedDrafter
-from eval.decode import DecodeSettings, decode
+from drafters.base import TrainedDrafter
 from recipes.errors import UserError
 from recipes.schema import Recipe
 from train import checkpoint
 from train.distiller import Distiller, count_slots
 from train.log import MetricsLog
-from train.optim import build_optimizer, clip, lr_factor, set_lr
+from train.on_policy import with_own_answers
+from train.optim import build_optimizer, lr_factor, set_lr
+from train.prefetch import Window, prefetched
+from train.shards import close, divides_weights, run_micro_batch, take_step, whole_drafter
+from train.step_clock import StepClock
+from train.validate import means_of, sum_over_ranks, total_sums, validate, with_states
 from train.weights import save_drafter
 
 log = logging.getLogger("draftsmith")
-
-VALIDATION_ROWS = 64  # held-out rows of the teacher-forced metrics
 
 
 class Interrupted(Exception):
@@ -64,16 +65,41 @@ class _Signals:
         self.received = signum
 
 
-def epoch_plan(
-    recipe: Recipe, rows: list[Row], epoch: int, rank: int, world: int
-) -> list[list[int]]:
-    """This rank's micro-batches of an epoch, as row indices; a pure function: resume is exact."""
+class AutocastDistiller(Distiller):
+    """A Distiller in bf16 arithmetic over its fp32 weights, the same under every launcher.
+
+    (accelerate's own mixed precision would be autocast under DDP, and bf16 weights under
+    DeepSpeed.) The loss is fp32 all the same.
+    """
+
+    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.autocast(batch.ids_BS.device.type, torch.bfloat16):
+            return super().forward(batch)
+
+
+def make_distiller(
+    recipe: Recipe, target: Target, prepared: Prepared, drafter: TrainedDrafter
+) -> Distiller:
+    """The module to be trained, or measured, with its target."""
+    kind = AutocastDistiller if recipe.train.mixed_precision == "bf16" else Distiller
+    distiller = kind(drafter, recipe.loss, prepared.vocab).to(target.device)
+    distiller.use_target(target)
+    return distiller
+
+
+def epoch_plan(recipe: Recipe, rows: list[Row], epoch: int) -> list[list[int]]:
+    """The micro-batches of an epoch, as row indices; a pure function: resume is exact."""
     section = recipe.train
     lengths = [len(row.ids_S) for row in rows]
-    plan = plan_batches(
+    return plan_batches(
         lengths, section.batch_tokens, section.micro_batch_size, section.seed, epoch
     )
-    return shard(plan, rank, world)
+
+
+def deal(window: list[list[int]], rank: int, world: int) -> list[list[int]]:
+    """This rank's micro-batches of a step: as many on every rank, so some may be empty."""
+    missing = -len(window) % world
+    return (window + [[] for _ in range(missing)])[rank::world]
 
 
 def count_steps(recipe: Recipe, rows: list[Row], world: int) -> int:
@@ -81,31 +107,13 @@ def count_steps(recipe: Recipe, rows: list[Row], world: int) -> int:
     section = recipe.train
     if section.max_steps is not None:
         return section.max_steps
+    size = world * section.gradient_accumulation
     per_epoch = [
-        math.ceil(len(epoch_plan(recipe, rows, e, 0, world)) / section.gradient_accumulation)
-        for e in range(math.ceil(section.epochs))
+        math.ceil(len(epoch_plan(recipe, rows, e)) / size) for e in range(math.ceil(section.epochs))
     ]
     whole = int(section.epochs)
     last = 0 if whole == len(per_epoch) else (section.epochs - whole) * per_epoch[-1]
     return max(1, sum(per_epoch[:whole]) + math.ceil(last))
-
-
-def with_states(target: Target, batch: Batch, aux_layers: tuple[int, ...]) -> Batch:
-    """The batch with target states: those it came with, else computed now (states: online)."""
-    batch = batch.to(target.device)
-    if batch.aux_BSF is not None:
-        return batch
-    states = target.forward(batch.ids_BS, None, aux_layers)
-    needed_BS = torch.zeros_like(batch.mask_BS)
-    needed_BS[:, :-1] = batch.mask_BS[:, 1:]
-    lse, argmax = summaries(target, states.hidden_BSH.flatten(0, 1), needed_BS.flatten())
-    return replace(
-        batch,
-        aux_BSF=states.aux_BSF,
-        hidden_BSH=states.hidden_BSH,
-        lse_BS=lse.view(batch.ids_BS.shape),
-        argmax_BS=argmax.view(batch.ids_BS.shape),
-    )
 
 
 def train(
@@ -114,19 +122,33 @@ def train(
     target: Target,
     prepared: Prepared,
     drafter: TrainedDrafter,
-    resume: bool,
-) -> checkpoint.Progress:
-    """Train `drafter` in place: checkpoints in RUN/checkpoints, numbers in metrics.jsonl."""
+    start: Path | None,
+) -> tuple[checkpoint.Progress, TrainedDrafter]:
+    """Train `drafter`: checkpoints in RUN/checkpoints, numbers in metrics.jsonl.
+
+    Args:
+        start: the checkpoint to go on from; None = from the first step.
+
+    Returns:
+        Where the run ended, and the drafter with whole weights (a copy where they are divided).
+    """
     section, rows = recipe.train, prepared.train
     world, rank = accelerator.num_processes, accelerator.process_index
-    distiller = Distiller(drafter, recipe.loss, prepared.vocab).to(target.device)
-    distiller.use_target(target)
+    if section.on_policy_share and divides_weights(accelerator):
+        raise UserError(
+            "train.on_policy_share needs whole weights to write with: use "
+            "recipes/accelerate/ddp.yaml, zero1.yaml or zero2.yaml"
+        )
+    distiller = make_distiller(recipe, target, prepared, drafter)
+    if section.activation_checkpointing:
+        distiller.recompute_activations()
+    if start is not None:
+        checkpoint.load_weights(start, distiller)
     optimizer = build_optimizer(distiller, section)
     model, optimizer = accelerator.prepare(distiller, optimizer)
     done = checkpoint.Progress()
-    start = checkpoint.latest(recipe.run_dir) if resume else None
     if start is not None:
-        done = checkpoint.load(accelerator, start, recipe)
+        done = checkpoint.load(accelerator, start, recipe, model, optimizer)
         log.info("going on from %s", start)
     num_steps = count_steps(recipe, rows, world)
     limit = math.inf if section.max_minutes is None else 60 * section.max_minutes
@@ -137,35 +159,61 @@ def train(
         world,
     )
 
-    plan: list[list[int]] = []
+    def whole() -> TrainedDrafter:
+        return whole_drafter(accelerator, drafter, target)
 
-    def windows() -> Iterator[list[Batch]]:
-        """Micro-batches of each optimizer step, from where `done` stands; moves it on."""
+    def windows() -> Iterator[Window]:
+        """What each step reads, from where `done` stands. A thread may run ahead of the steps."""
+        epoch, index, chain = done.epoch, done.index, done.rows
+        size = world * section.gradient_accumulation
         while True:
-            plan[:] = epoch_plan(recipe, rows, done.epoch, rank, world)
-            while done.index < len(plan):
-                window = plan[done.index : done.index + section.gradient_accumulation]
-                done.index += len(window)
-                yield [load(indices, done.index) for indices in window]
-            done.epoch, done.index = done.epoch + 1, 0
+            plan = epoch_plan(recipe, rows, epoch)
+            while index < len(plan):
+                chosen = plan[index : index + size]
+                index += len(chosen)
+                read = [rows[i] for indices in chosen for i in indices]
+                chain = stable_hash([chain, [row.id for row in read]])
+                batches = [load(indices, epoch) for indices in deal(chosen, rank, world)]
+                num_read = sum(len(row.ids_S) for row in read)
+                yield Window(batches, epoch, index, chain, epoch + index / len(plan), num_read)
+            epoch, index = epoch + 1, 0
 
-    def load(indices: list[int], place: int) -> Batch:
+    def load(indices: list[int], epoch: int) -> Batch:
+        """A micro-batch from memory and disk alone: no model runs here."""
         chosen = [rows[i] for i in indices] or [rows[0]]
         if prepared.store is not None:
             chosen = [replace(row, states=prepared.store.get(row.id)) for row in chosen]
         batch = make_batch(chosen, range(len(indices)), target.pad_id)
-        # Random choices follow from seed, epoch and rows alone, so that a resumed run repeats them.
-        key = [section.seed, done.epoch, place, batch.row_ids]
+        # Random choices follow from seed, epoch and rows alone, so that a resumed run repeats them,
+        # with whatever number of processes.
+        key = [section.seed, epoch, batch.row_ids]
         batch = replace(batch, seed=int(stable_hash(key)[:8], 16))
-        batch = replace(
+        if not section.on_policy_share:
+            batch = with_anchors(batch)
+        return batch.to(target.device)
+
+    def with_anchors(batch: Batch) -> Batch:
+        return replace(
             batch, anchors_A=choose_anchors(batch.mask_BS, drafter.num_anchors, batch.seed)
         )
+
+    def complete(batch: Batch) -> Batch:
+        """What needs the models: the drafter's own answers, the target's states."""
+        if section.on_policy_share:
+            batch = with_anchors(
+                with_own_answers(
+                    batch, drafter, section.on_policy_share, target.eos_ids, target.pad_id
+                )
+            )
         return with_states(target, batch, drafter.aux_layers)
 
-    sums: dict[str, Tensor] = {}
-    norms: list[float] = []
+    norms = done.window.pop("grad_norm", [])
+    sums = {  # since the last logged line; those of an interrupted window lie with rank 0
+        name: torch.tensor(values, dtype=torch.float64, device=target.device) * (rank == 0)
+        for name, values in done.window.items()
+    }
     clock = time.monotonic()
-    logged, logged_tokens = clock, done.num_tokens
+    logged, logged_tokens, num_read = clock, done.num_tokens, 0
     began = clock - done.seconds
     metrics_log = MetricsLog(
         recipe.run_dir,
@@ -175,9 +223,11 @@ def train(
         accelerator.is_main_process,
     )
     model.train()
-    with metrics_log, _Signals() as signals:
+    timer = StepClock(target.device)
+    reader = prefetched(windows(), section.prefetch)
+    with metrics_log, _Signals() as signals, closing(reader):
         if done.step < num_steps:
-            for batches in windows():
+            for window in timer.waiting(reader):
                 # ---- one optimizer step ----
                 elapsed = _same_everywhere(accelerator, time.monotonic() - began, limit)
                 # A run limited by time moves along its schedule by the clock, if that is further.
@@ -186,149 +236,110 @@ def train(
                     place, num_steps, section.warmup_ratio * num_steps, section.min_lr_ratio
                 )
                 set_lr(optimizer, lr)
-                num_slots = sum(count_slots(batch) for batch in batches)
-                total = _sum_over_ranks(accelerator, num_slots)
+                done.epoch, done.index, done.rows = window.epoch, window.index, window.rows
+                num_read += window.num_read
+                with timer.phase("target"):
+                    batches = [complete(batch) for batch in window.batches]
+                slots = [count_slots(batch) for batch in batches]
+                empty = [b for b, n in zip(batches, slots, strict=True) if not n]
+                num_empty = sum(batch.row_ids != [STAND_IN] for batch in empty)
+                total, num_empty = sum_over_ranks(accelerator, [sum(slots), num_empty])
+                healthy, step_sums = [], dict[str, Tensor]()
                 for i, batch in enumerate(batches):
-                    with accelerator.no_sync(model) if i + 1 < len(batches) else nullcontext():
-                        loss, stats = model(batch)
-                        # Wrappers average gradients over ranks; the sum is what is wanted.
-                        accelerator.backward(loss * (world / max(total, 1)))
+                    scale, ends = 1 / max(total, 1), i + 1 == len(batches)
+                    with timer.micro_batch(model, batch.ids_BS.numel()):
+                        ok, stats = run_micro_batch(accelerator, model, batch, scale, ends)
+                    healthy.append(ok)
                     for name, value in stats.items():
-                        sums[name] = sums.get(name, 0) + value
-                norm = clip(accelerator, model, section.clip)
-                if not math.isfinite(norm):
-                    ids = [row_id for batch in batches for row_id in batch.row_ids]
-                    raise UserError(
-                        f"step {done.step + 1}: the gradient is not finite (norm {norm}); rows "
-                        f"{ids[:8]}; nothing was changed by this step, the last checkpoint is good"
-                    )
-                optimizer.step()
-                optimizer.zero_grad()
-                norms.append(norm)
+                        step_sums[name] = step_sums.get(name, 0) + value
+                with timer.phase("optimizer"):
+                    norm = take_step(accelerator, model, optimizer, section.clip)
                 done.step += 1
                 done.num_tokens += total
+                done.num_empty += num_empty
                 done.seconds = time.monotonic() - began
+                if math.isfinite(norm):
+                    for name, value in step_sums.items():
+                        sums[name] = sums.get(name, 0) + value
+                    norms.append(norm)
+                else:
+                    _report_skipped(done, batches, healthy, section.max_skipped_steps)
                 # ---- once in a while ----
                 last = done.step >= num_steps or done.seconds >= limit
                 last = bool(_same_everywhere(accelerator, float(last), limit))
                 if done.step % recipe.log.every == 0 or last:
                     now = time.monotonic()
-                    numbers = _metrics(accelerator, sums)
+                    numbers = means_of(total_sums(accelerator, sums)) if sums else {}
                     numbers |= {
                         "lr": lr,
-                        "grad_norm": sum(norms) / len(norms),
-                        "grad_norm_max": max(norms),
-                        "epoch": done.epoch + done.index / len(plan),
+                        "grad_norm": sum(norms) / max(len(norms), 1),
+                        "grad_norm_max": max(norms, default=math.nan),
+                        "epoch": window.share,
+                        "rows": done.rows,
                         "num_tokens": done.num_tokens,
+                        "num_skipped": done.num_skipped,
+                        "num_empty": done.num_empty,
                         "tokens_per_second": (done.num_tokens - logged_tokens) / (now - logged),
+                        "share_supervised": (done.num_tokens - logged_tokens) / max(num_read, 1),
+                        **timer.numbers(),
                         "minutes": done.seconds / 60,
                     }
                     metrics_log.log(done.step, numbers)
                     sums, norms, logged, logged_tokens = {}, [], now, done.num_tokens
+                    num_read = 0
                 every = section.validate_every
                 if last or (every and done.step % every == 0):
                     paused = time.monotonic()
-                    numbers = validate(recipe, accelerator, target, prepared, model)
+                    measured = distiller
+                    if divides_weights(accelerator):
+                        measured = make_distiller(recipe, target, prepared, whole())
+                    numbers = validate(recipe, accelerator, target, prepared, measured)
                     quality = numbers.get("valid/tau", numbers.get("valid/tau_teacher_forced"))
                     if isinstance(quality, float) and done.improve(quality) and rank == 0:
                         best = recipe.run_dir / "drafter-best"
-                        save_drafter(best, drafter, target, recipe, done.num_tokens)
+                        save_drafter(best, measured.drafter, target, recipe, done.num_tokens)
                     metrics_log.log(done.step, numbers)
                     began += time.monotonic() - paused  # validation is not training time
                     logged += time.monotonic() - paused
+                    timer.leave_out(time.monotonic() - paused)
                 stop = _same_everywhere(accelerator, float(signals.received), 0)
                 if last or stop or (section.save_every and done.step % section.save_every == 0):
-                    checkpoint.save(accelerator, recipe.run_dir, done, recipe)
+                    done.window = total_sums(accelerator, sums) | {"grad_norm": norms}
+                    checkpoint.save(accelerator, recipe.run_dir, done, recipe, model, optimizer)
                 if last:
                     break
                 if stop:
                     raise Interrupted(int(stop))
-    return done
+    finished = whole()
+    close(accelerator, model)
+    return done, finished
 
 
-def _metrics(accelerator: Accelerator, sums: dict[str, Tensor]) -> dict[str, float | list[float]]:
-    """Sums [G] over micro-batches (and ranks, here) -> means, each divided once."""
-    totals = {
-        name: accelerator.reduce(value.float(), "sum").tolist() for name, value in sums.items()
-    }
-    counts = totals["num_positions"]
+def _report_skipped(
+    done: checkpoint.Progress,
+    batches: list[Batch],
+    healthy: list[Tensor],
+    limit: int,
+) -> None:
+    """Say which rows a step was skipped for; UserError when there were too many such steps.
 
-    def means(name: str) -> list[float]:
-        return [x / n if n else math.nan for x, n in zip(totals[name], counts, strict=True)]
-
-    alpha = means("alpha_sum")
-    return {
-        "loss": means("loss_sum")[0],
-        "loss_by_step": means("loss_sum"),
-        "alpha_by_step": alpha,
-        "top1_by_step": means("num_top1"),
-        "tau_teacher_forced": tau_of(alpha),
-    }
-
-
-def tau_of(alpha_by_step: list[float]) -> float:
-    """1 + sum over j of prod over i <= j of alpha_i: the tau that teacher-forced alphas suggest.
-
-    It is not tau: the rows are the target's text, not what a drafter met on its own way.
+    Named are the micro-batches whose loss or target states are not finite; where there is none
+    (a gradient overflowed), all rows of the step.
     """
-    product, tau = 1.0, 1.0
-    for alpha in alpha_by_step:
-        product *= alpha
-        tau += product
-    return tau
-
-
-def validate(
-    recipe: Recipe,
-    accelerator: Accelerator,
-    target: Target,
-    prepared: Prepared,
-    model: torch.nn.Module,
-) -> dict[str, float | list[float]]:
-    """Held-out rows, teacher-forced, and real speculative decoding of held-out prompts.
-
-    The true tau stands beside the teacher-forced one. Training mode is restored whatever happens.
-    """
-    distiller: Distiller = accelerator.unwrap_model(model)
-    section, training = recipe.train, distiller.training
-    numbers: dict[str, float | list[float]] = {}
-    distiller.eval()
-    try:
-        with torch.no_grad():
-            sums: dict[str, Tensor] = {}
-            rows = prepared.heldout[:VALIDATION_ROWS]
-            for i in range(0, len(rows), 8):
-                batch = make_batch(rows, range(i, min(i + 8, len(rows))), target.pad_id)
-                batch = with_states(target, batch, distiller.drafter.aux_layers)
-                for name, value in distiller(batch)[1].items():
-                    sums[name] = sums.get(name, 0) + value
-            if sums:
-                share = {
-                    k: v / accelerator.num_processes for k, v in sums.items()
-                }  # all ranks alike
-                numbers |= {f"valid/{k}": v for k, v in _metrics(accelerator, share).items()}
-        prompts = prepared.heldout_prompts[: section.validate_prompts]
-        if prompts:
-            settings = DecodeSettings(
-                max_new_tokens=section.validate_max_new_tokens,
-                num_draft=recipe.eval.num_draft_tokens,
-                sampling=Sampling(temperature=0.0),
-            )
-            answers, _ = decode(target, distiller.drafter, prompts, settings)
-            emitted = sum(r.emitted for a in answers for r in a.rounds)
-            rounds = sum(len(a.rounds) for a in answers)
-            if rounds:
-                numbers["valid/tau"] = emitted / rounds
-    finally:
-        distiller.train(training)
-    return numbers
-
-
-def _sum_over_ranks(accelerator: Accelerator, number: int) -> int:
-    if accelerator.num_processes == 1:
-        return number
-    total: Tensor = accelerator.reduce(torch.tensor(number, device=accelerator.device), "sum")
-    return int(total)
+    done.num_skipped += 1
+    mine = [[b.row_ids, bool(ok)] for b, ok in zip(batches, healthy, strict=True)]
+    found = gather_object(mine)
+    guilty = [ids for ids, ok in found if not ok]
+    named = [row_id for ids in guilty or [ids for ids, _ in found] for row_id in ids]
+    what = "loss or target states" if guilty else "gradient"
+    said = f"step {done.step}: the {what} not finite; rows {', '.join(sorted(named)[:16])}"
+    log.warning("%s; the step was skipped (%d so far)", said, done.num_skipped)
+    if done.num_skipped > limit:
+        raise UserError(
+            f"{said}. {done.num_skipped} steps were skipped, train.max_skipped_steps is {limit}: "
+            "look at these rows, lower train.lr or train.clip, or raise the limit; no skipped step "
+            "changed the weights"
+        )
 
 
 def _same_everywhere(accelerator: Accelerator, number: float, limit: float) -> float:

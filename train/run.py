@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    set_seed,
+)
 
 from data.files import read_json, write_json
 from data.pipeline import aux_layers_of, prepare
@@ -25,47 +31,49 @@ from train.weights import save_drafter
 log = logging.getLogger("draftsmith")
 
 
+SMALL_TENSOR = 4096  # under ZeRO-3 what is smaller (norms) is not divided
+
+
 def make_accelerator(recipe: Recipe) -> Accelerator:
     """The Accelerator that the launcher asked for, with the CPU's silent traps closed.
 
-    Without CUDA, DeepSpeed needs gloo named and plain launches need cpu=True; otherwise accelerate
-    quietly runs each process on its own. The world size is therefore checked.
+    Without CUDA, DeepSpeed needs gloo named, FSDP2 has to be forced and plain launches need
+    cpu=True; otherwise accelerate quietly runs each process on its own, or without sharding. The
+    world size is therefore checked. Precision, clipping and accumulation come from the recipe
+    alone, whatever the launcher's file says.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     use_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    precision = recipe.train.mixed_precision
-    if use_deepspeed and recipe.train.gradient_accumulation > 1:
-        raise UserError(
-            "train.gradient_accumulation is not supported with DeepSpeed yet: set it to 1 and "
-            "raise train.micro_batch_size or the number of processes"
-        )
+    use_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if torch.cuda.is_available() and recipe.target.device != "cpu":
-        accelerator = Accelerator(mixed_precision=precision)
+        accelerator = Accelerator(mixed_precision="no")
     elif use_deepspeed and "LOCAL_RANK" in os.environ:
         from deepspeed import ops
 
         # Otherwise the first run compiles a shared-memory helper for a minute; gloo does as well.
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
         accelerator = Accelerator(
-            mixed_precision=precision, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]
+            mixed_precision="no", kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]
         )
     else:
-        accelerator = Accelerator(mixed_precision=precision, cpu=True)
+        accelerator = Accelerator(mixed_precision="no", cpu=True)
+        if use_fsdp and world > 1:
+            accelerator.state.distributed_type = DistributedType.FSDP
+            accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     if accelerator.num_processes != world:
         raise UserError(
             f"the launcher started {world} processes, but accelerate joined "
             f"{accelerator.num_processes}; use one of recipes/accelerate/*.yaml"
         )
     plugin = accelerator.state.deepspeed_plugin
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    if sharded or (plugin is not None and plugin.zero_stage == 3):
-        raise UserError(
-            "FSDP and ZeRO-3 are not supported yet: the drafter is saved without gathering its "
-            "shards; use recipes/accelerate/ddp.yaml or zero2.yaml (its weights fit on one device)"
-        )
+    if use_fsdp and world > 1 and not accelerator.is_fsdp2:
+        raise UserError("only FSDP version 2 is supported: use recipes/accelerate/fsdp2.yaml")
     if plugin is not None:
-        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch_size
-        plugin.deepspeed_config["gradient_clipping"] = recipe.train.clip
+        config, section = plugin.deepspeed_config, recipe.train
+        config["train_micro_batch_size_per_gpu"] = section.micro_batch_size
+        config["gradient_accumulation_steps"] = section.gradient_accumulation
+        config["gradient_clipping"] = section.clip
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = SMALL_TENSOR
     return accelerator
 
 
@@ -87,20 +95,21 @@ def finished(recipe: Recipe) -> bool:
 def run(recipe: Recipe, resume: bool) -> Path:
     """Prepare, train and save; returns RUN/drafter. A finished run is left alone."""
     accelerator = make_accelerator(recipe)
+    folder = run_with(accelerator, recipe, resume)
+    gc.collect()
+    accelerator.end_training()
+    return folder
+
+
+def run_with(accelerator: Accelerator, recipe: Recipe, resume: bool) -> Path:
+    """A run in processes that have joined already; afterwards they may go on with another one."""
     main = accelerator.is_main_process
     log_to_stderr(main)
     folder = recipe.run_dir / "drafter"
     if finished(recipe):
         log.info("%s is trained already (change the recipe or its name to train anew)", folder)
         return folder
-    newest = checkpoint.latest(recipe.run_dir)
-    if newest is not None and resume:
-        checkpoint.check_recipe(newest, recipe)  # before prepare() replaces any data
-    elif newest is not None:
-        raise UserError(
-            f"{recipe.run_dir}/checkpoints holds a run: go on with it by --resume, or choose "
-            "another name (name=...) or delete that folder"
-        )
+    start = find_start(accelerator, recipe, resume)  # before prepare() replaces any data
     set_seed(recipe.train.seed)
     target = Target.load(recipe.target)
     log.info("target %s in %s on %s", target.name, target.dtype, target.device)
@@ -113,7 +122,7 @@ def run(recipe: Recipe, resume: bool) -> Path:
     log.info("drafter: %.2fM trained parameters", num_trained / 1e6)
     if main:
         write_run_record(recipe)
-    progress = train(recipe, accelerator, target, prepared, drafter, resume)
+    progress, drafter = train(recipe, accelerator, target, prepared, drafter, start)
     if main:
         save_drafter(folder, drafter, target, recipe, progress.num_tokens)
         write_json(
@@ -122,7 +131,20 @@ def run(recipe: Recipe, resume: bool) -> Path:
         )
         log.info("trained in %.1f minutes; the drafter lies in %s", progress.seconds / 60, folder)
     accelerator.wait_for_everyone()
-    accelerator.free_memory()
-    gc.collect()
-    accelerator.end_training()
     return folder
+
+
+def find_start(accelerator: Accelerator, recipe: Recipe, resume: bool) -> Path | None:
+    """The checkpoint to go on from, as the main process sees it; None = from the first step."""
+    found: list[Path | None] = [None]
+    if accelerator.is_main_process:
+        found = [checkpoint.latest(recipe.run_dir)]
+    broadcast_object_list(found, from_process=0)
+    if found[0] is not None and not resume:
+        raise UserError(
+            f"{recipe.run_dir}/checkpoints holds a run: go on with it by --resume, or choose "
+            "another name (name=...) or delete that folder"
+        )
+    if found[0] is not None:
+        checkpoint.check_recipe(found[0], recipe, accelerator.num_processes)
+    return found[0]

@@ -1,0 +1,146 @@
+"""What is measured on held-out rows, and how sums over micro-batches and ranks become means.
+
+Dimension letters: G rollout steps.
+
+Ranks share the work and add up sums: numerators and counts, in fp64, divided once.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from data.batch import Batch, make_batch
+from data.hidden_states import summaries
+from data.pipeline import Prepared
+from data.target import Target
+from drafters.base import Sampling
+from eval.decode import DecodeSettings, decode
+from recipes.schema import Recipe
+from train.distiller import Distiller
+from train.losses import STATS
+
+VALIDATION_ROWS = 64  # held-out rows of the teacher-forced metrics
+BATCH_ROWS = 8
+
+Numbers = dict[str, float | list[float]]
+
+
+def with_states(target: Target, batch: Batch, aux_layers: tuple[int, ...]) -> Batch:
+    """The batch with target states: those it came with, else computed now (states: online)."""
+    batch = batch.to(target.device)
+    if batch.aux_BSF is not None:
+        return batch
+    states = target.forward(batch.ids_BS, None, aux_layers)
+    needed_BS = torch.zeros_like(batch.mask_BS)
+    needed_BS[:, :-1] = batch.mask_BS[:, 1:]
+    lse, argmax = summaries(target, states.hidden_BSH.flatten(0, 1), needed_BS.flatten())
+    return replace(
+        batch,
+        aux_BSF=states.aux_BSF,
+        hidden_BSH=states.hidden_BSH,
+        lse_BS=lse.view(batch.ids_BS.shape),
+        argmax_BS=argmax.view(batch.ids_BS.shape),
+    )
+
+
+def sum_over_ranks(accelerator: Accelerator, numbers: list[int]) -> list[int]:
+    """Whole numbers added up over all ranks."""
+    if accelerator.num_processes == 1:
+        return numbers
+    total: Tensor = accelerator.reduce(torch.tensor(numbers, device=accelerator.device), "sum")
+    return [int(number) for number in total.tolist()]
+
+
+def total_sums(accelerator: Accelerator, sums: dict[str, Tensor]) -> dict[str, list[float]]:
+    """Sums [G] of this rank -> of all ranks."""
+    if accelerator.num_processes == 1:
+        return {name: value.tolist() for name, value in sums.items()}
+    return {name: accelerator.reduce(value, "sum").tolist() for name, value in sums.items()}
+
+
+def means_of(totals: dict[str, list[float]]) -> Numbers:
+    """Totals [G] -> means, each divided once; NaN where nothing was counted."""
+    counts = totals["num_positions"]
+
+    def means(name: str) -> list[float]:
+        return [x / n if n else math.nan for x, n in zip(totals[name], counts, strict=True)]
+
+    alpha = means("alpha_sum")
+    return {
+        "loss": means("loss_sum")[0],
+        "loss_by_step": means("loss_sum"),
+        "alpha_by_step": alpha,
+        "top1_by_step": means("num_top1"),
+        "tau_teacher_forced": tau_of(alpha),
+    }
+
+
+def tau_of(alpha_by_step: list[float]) -> float:
+    """1 + sum over j of prod over i <= j of alpha_i: the tau that teacher-forced alphas suggest.
+
+    It is not tau: the rows are the target's text, not what a drafter met on its own way.
+    """
+    product, tau = 1.0, 1.0
+    for alpha in alpha_by_step:
+        product *= alpha
+        tau += product
+    return tau
+
+
+@torch.no_grad()
+def validate(
+    recipe: Recipe,
+    accelerator: Accelerator,
+    target: Target,
+    prepared: Prepared,
+    distiller: Distiller,
+) -> Numbers:
+    """Held-out rows, teacher-forced, and real speculative decoding of held-out prompts.
+
+    The true tau stands beside the teacher-forced one. Batches and prompts are dealt out to the
+    ranks. Training mode is restored whatever happens.
+
+    Args:
+        distiller: not wrapped, with whole weights.
+    """
+    rank, world = accelerator.process_index, accelerator.num_processes
+    section, training = recipe.train, distiller.training
+    numbers: Numbers = {}
+    distiller.eval()
+    try:
+        rows = prepared.heldout[:VALIDATION_ROWS]
+        if rows:
+            empty = torch.zeros(recipe.loss.num_steps, dtype=torch.float64, device=target.device)
+            sums = {name: empty.clone() for name in STATS}
+            for i in range(rank * BATCH_ROWS, len(rows), world * BATCH_ROWS):
+                chosen = range(i, min(i + BATCH_ROWS, len(rows)))
+                batch = make_batch(rows, chosen, target.pad_id)
+                batch = with_states(target, batch, distiller.drafter.aux_layers)
+                for name, value in distiller(batch)[1].items():
+                    sums[name] += value
+            means = means_of(total_sums(accelerator, sums))
+            numbers |= {f"valid/{name}": value for name, value in means.items()}
+        prompts = prepared.heldout_prompts[: section.validate_prompts]
+        if prompts:
+            settings = DecodeSettings(
+                max_new_tokens=section.validate_max_new_tokens,
+                num_draft=recipe.eval.num_draft_tokens,
+                sampling=Sampling(temperature=0.0),
+            )
+            mine = prompts[rank::world]
+            answers = decode(target, distiller.drafter, mine, settings)[0] if mine else []
+            emitted, rounds = sum_over_ranks(
+                accelerator,
+                [
+                    sum(r.emitted for a in answers for r in a.rounds),
+                    sum(len(a.rounds) for a in answers),
+                ],
+            )
+            if rounds:
+                numbers["valid/tau"] = emitted / rounds
+    finally:
+        distiller.train(training)
+    return numbers
