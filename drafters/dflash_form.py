@@ -7,8 +7,9 @@ strict. Both forms know target layers by 0-based index, or by the same plus one,
     speculators  aux_hidden_state_layer_ids          residual stream after k layers: ours
 
 vLLM runs one query for the anchor and one a token to be drafted, so it drafts what was trained
-where its number of speculative tokens is that of the block. Functions here also serve DSpark, whose
-folder has more keys.
+where its number of speculative tokens is that of the block. SGLang reads the plain form, with the
+target's number of layers (drafters.sglang_format). Functions here also serve DSpark, whose folder
+has more keys.
 """
 
 from pathlib import Path
@@ -19,6 +20,7 @@ import transformers
 from pydantic import TypeAdapter, ValidationError
 
 from data.target import DTYPES
+from drafters import sglang_format
 from drafters.base import TrainedDrafter
 from drafters.dflash import DFlash, DFlashConfig
 from drafters.export_form import ExportForm, Form
@@ -121,7 +123,8 @@ def whole_config(
     common = {"dtype": name, "torch_dtype": name, "transformers_version": transformers.__version__}
     head = {"architectures": [architecture]}
     if form == "vllm":
-        return {**head, **layer_keys(drafter), **draft, **ids, **common}
+        layers = {"num_target_layers": target.num_layers}
+        return {**head, **layer_keys(drafter), **draft, **layers, **ids, **common}
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": drafter.config.max_draft,
@@ -307,6 +310,11 @@ def target_faults(shape: DFlashConfig, target: TargetInfo) -> list[str]:
     return faults
 
 
+def block_tokens(shape: DFlashConfig, _wanted: int) -> int:
+    """See ExportForm.num_tokens: a block of another length drafts otherwise."""
+    return shape.max_draft
+
+
 FORM = ExportForm(
     title="DFlash",
     tensors=TENSORS,
@@ -317,4 +325,6 @@ FORM = ExportForm(
     read_config=read_config,
     faults=shape_faults,
     target_faults=target_faults,
+    sglang=sglang_format.dflash_options,
+    num_tokens=block_tokens,
 )

@@ -111,4 +111,5 @@ FORM = ExportForm(
     read_config=read_config,
     faults=shape_faults,
     target_faults=dflash_form.target_faults,
+    num_tokens=dflash_form.block_tokens,
 )

@@ -133,6 +133,11 @@ def target_faults(shape: MedusaConfig, target: TargetInfo) -> list[str]:
     ]
 
 
+def num_tokens(shape: MedusaConfig, wanted: int) -> int:
+    """See ExportForm: a head drafts one token."""
+    return min(shape.num_heads, wanted)
+
+
 FORM = ExportForm(
     title="Medusa",
     tensors={
@@ -148,4 +153,5 @@ FORM = ExportForm(
     read_config=read_config,
     faults=faults,
     target_faults=target_faults,
+    num_tokens=num_tokens,
 )

@@ -1,25 +1,43 @@
-"""Export the trained drafter of a run as a folder that vLLM or the speculators library loads."""
+"""Export the trained drafter of a run as a folder that vLLM, SGLang or speculators loads.
+
+With --check a folder is held against the weights it was made of instead, and against an engine.
+"""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from huggingface_hub import HfApi
+
 from data.files import read_json
 from data.target import DTYPES
 from drafters import vllm_format
+from drafters.base import TrainedDrafter
+from drafters.export_form import ExportForm, Form
 from drafters.methods import METHODS
+from drafters.model_card import CardFacts, read_findings, serve_lines, write_card
+from eval.check_export import check, to_text
 from recipes.errors import UserError
+from train.hub_push import push_folder
 
 EXAMPLES = """examples:
   python train/export.py outputs/smollm2
-  python train/export.py outputs/smollm2 --format speculators --out outputs/smollm2/speculators
+  python train/export.py outputs/smollm2 --format sglang --out outputs/smollm2/sglang
   python train/export.py outputs/smollm2 --checkpoint best --dtype float32 --force
+  python train/export.py outputs/smollm2 --push ORG/NAME
+  python train/export.py outputs/smollm2/export --check
+  python train/export.py outputs/smollm2/export --check --vllm-python ~/vllm/bin/python
+  python train/export.py somebodys/folder --check --target Qwen/Qwen3-8B --against other/folder
 
 RUN is the folder of a run. Its last weights lie in RUN/drafter, its best ones (where training
 validated on the way) in RUN/drafter-best, in float32. What is not named is taken from the recipe
-of the run; dtype auto is the target's."""
+of the run; dtype auto is the target's. The model card tells of RUN/results; a later export that
+finds the weights up to date writes the card anew.
+
+--check exits with 0 where all agrees, else with 1 and the likely cause (2: wrong usage)."""
 
 
 def arguments() -> argparse.Namespace:
@@ -28,11 +46,23 @@ def arguments() -> argparse.Namespace:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run: outputs/NAME")
-    parser.add_argument("--format", choices=["vllm", "speculators"], help="form of config.json")
+    forms = ["vllm", "speculators", "sglang"]
+    parser.add_argument("--format", choices=forms, help="form of config.json and names of tensors")
     parser.add_argument("--dtype", choices=["auto", *DTYPES], help="of the weights")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export")
     parser.add_argument("--checkpoint", choices=["best", "last"], default="last")
     parser.add_argument("--force", action="store_true", help="export again what is up to date")
+    parser.add_argument("--push", metavar="ORG/NAME", help="upload the folder to the hub")
+    parser.add_argument("--public", action="store_true", help="with --push: for all to see")
+    parser.add_argument("--check", action="store_true", help="RUN is an exported folder: check it")
+    parser.add_argument("--against", type=Path, help="with --check: folder of the right weights")
+    parser.add_argument("--target", help="with --check: the target, where the folder names none")
+    parser.add_argument(
+        "--vllm-python",
+        type=Path,
+        default=os.environ.get("VLLM_PYTHON"),
+        help="with --check: python of an environment with vLLM (default: VLLM_PYTHON)",
+    )
     return parser.parse_args()
 
 
@@ -42,14 +72,27 @@ def is_current(out: Path, source: Path, form: str, dtype: str) -> bool:
     if not (config.is_file() and (out / weights).is_file()):
         return False
     values = read_json(config)
-    same_form = ("speculators_model_type" in values) == (form == "speculators")
+    try:
+        same_form = vllm_format.form_of(values, config)[1] == form
+    except UserError:  # something else lies there; saving says what
+        return False
     is_newer = (out / weights).stat().st_mtime_ns >= (source / weights).stat().st_mtime_ns
     return same_form and values.get("dtype") == dtype and is_newer
 
 
-def main() -> None:
+def form_for(names: ExportForm, drafter: TrainedDrafter, wanted: Form) -> Form:
+    """The wanted form, or the plain one where SGLang reads that."""
+    if wanted == "sglang" and wanted not in names.forms:
+        if names.sglang(drafter.config, "vllm", 1) is None:
+            raise UserError(
+                f"export.format sglang: SGLang serves no {names.title} drafter of this shape"
+            )
+        return "vllm"
+    return wanted
+
+
+def export(args: argparse.Namespace) -> None:
     """Export what the command line names."""
-    args = arguments()
     source = args.run / ("drafter" if args.checkpoint == "last" else "drafter-best")
     out = args.out or args.run / "export"
     if not (source / vllm_format.WEIGHTS).is_file():
@@ -61,19 +104,36 @@ def main() -> None:
         raise UserError(f"{out}: holds the trained weights themselves; name another folder")
     target, origin = vllm_format.load_origin(source)
     names = METHODS[vllm_format.load_info(source)["method"]].form
+    drafter = vllm_format.load(source, target)
     wanted = origin.recipe["export"]
-    form, dtype = args.format or wanted["format"], args.dtype or wanted["dtype"]
-    dtype = target.dtype if dtype == "auto" else dtype
+    form = form_for(names, drafter, args.format or wanted["format"])
+    dtype = args.dtype or wanted["dtype"]
+    dtype, results = target.dtype if dtype == "auto" else dtype, args.run / "results"
+    facts = CardFacts(names, form, drafter, target, origin, out)
+    findings = read_findings(results, drafter.method)
     if not args.force and is_current(out, source, form, dtype):
+        write_card(out, facts, findings)
         print(f"{out}: up to date ({form}, {dtype}); --force exports it again")
     else:
-        drafter = vllm_format.load(source, target)
-        vllm_format.save(drafter, out, form, DTYPES[dtype], target, origin)
+        vllm_format.save(drafter, out, form, DTYPES[dtype], target, origin, results)
         num_params = sum(parameter.numel() for parameter in drafter.parameters())
         size = (out / vllm_format.WEIGHTS).stat().st_size
         sizes = f"{num_params:,} {dtype} weights, {size / 1e6:.1f} MB"
         print(f"{out}: {names.title}, {form} form, {sizes}")
-    print(vllm_format.serve_command(out, target, names.engine, origin.num_draft_tokens))
+    print("\n".join(serve_lines(facts, findings).values()))
+    if args.push:
+        print(push_folder(HfApi(), out, args.push, private=not args.public))
+
+
+def main() -> None:
+    """Export, or check an export."""
+    args = arguments()
+    if not args.check:
+        export(args)
+        return
+    found = check(args.run, args.against, args.target, args.vllm_python)
+    print(to_text(found))
+    sys.exit(0 if found.passed else 1)
 
 
 if __name__ == "__main__":
