@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from data.batch import Batch
 
 Item = TypeVar("Item")
 POLL_SECONDS = 0.1
 
 
-def prefetched(items: Iterator[Item], num_ahead: int) -> Iterator[Item]:
+@dataclass(frozen=True)
+class Window:
+    """What one optimizer step reads, and where the reader stands behind it.
+
+    epoch, index, rows: as in checkpoint.Progress. share: epochs read, as a number for people.
+    num_read: tokens of its rows, of all ranks, prompts included.
+    """
+
+    batches: list[Batch]
+    epoch: int
+    index: int
+    rows: str
+    share: float
+    num_read: int
+
+
+def prefetched(items: Iterator[Item], num_ahead: int) -> Generator[Item, None, None]:
     """The items of an iterator, of which up to `num_ahead` are made ahead by a thread.
 
     Order and contents are those of `items`; what it raises is raised at its place. Since the thread

@@ -16,7 +16,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from torch.utils.flop_counter import (
 
 from eval.roofline import find_device, measure_device
 
+Item = TypeVar("Item")
 PHASES = ("data", "target", "forward", "backward", "optimizer")
 aten: Any = torch.ops.aten
 # Shapes -> FLOPs of what the counter does not know; the causal mask is not deducted.
@@ -104,11 +105,21 @@ class StepClock:
             for hook in hooks:
                 hook.remove()
 
-    def numbers(self, without: float = 0.0) -> dict[str, float]:
-        """Means since the last call, which clears them.
+    def leave_out(self, seconds: float) -> None:
+        """Take time that was no training (validation) out of what `numbers` divides by."""
+        self._began += seconds
 
-        Args:
-            without: seconds of that time that were no training (validation, checkpoints).
+    def waiting(self, items: Iterator[Item]) -> Iterator[Item]:
+        """The items; the time until each is there is phase data."""
+        while True:
+            with self.phase("data"):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def numbers(self) -> dict[str, float]:
+        """Means since the last call, which clears them.
 
         Returns:
             share_data, ..., share_optimizer: of the time, what is left is logging and the like;
@@ -118,7 +129,7 @@ class StepClock:
             torch.cuda.synchronize(self.device)
         for name, start, end in self._events:
             self._seconds[name] += start.elapsed_time(end) / 1000
-        seconds = max(time.perf_counter() - self._began - without, 1e-9)
+        seconds = max(time.perf_counter() - self._began, 1e-9)
         found = {f"share_{name}": self._seconds[name] / seconds for name in PHASES}
         found["mfu"] = self.flops_per_position * self._positions / seconds / self.peak
         found["memory_gb"] = peak_memory(self.device) / 1e9
