@@ -30,7 +30,11 @@ def log_to_stderr(enabled: bool = True) -> None:
 
 @contextmanager
 def progress(
-    total: int | None, description: str, log_seconds: float = 30.0
+    total: int | None,
+    description: str,
+    log_seconds: float = 30.0,
+    num_done: int = 0,
+    enabled: bool = True,
 ) -> Iterator[Callable[[int], None]]:
     """Yield a function that reports how many more units are done.
 
@@ -41,7 +45,12 @@ def progress(
         total: units of work; None = unknown.
         description: a noun phrase, e.g. `answers`.
         log_seconds: seconds between two log lines.
+        num_done: units done before.
+        enabled: False on all ranks but the main one: nothing is shown.
     """
+    if not enabled:
+        yield lambda _: None
+        return
     console = Console()
     if console.is_terminal:
         columns = (
@@ -52,19 +61,22 @@ def progress(
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=console) as bar:
-            task = bar.add_task(description, total=total)
+            task = bar.add_task(description, total=total, completed=num_done)
             yield lambda num: bar.advance(task, num)
         return
-    lines = _ProgressLines(total, description, log_seconds)
+    lines = _ProgressLines(total, description, log_seconds, num_done)
     yield lines.advance
     if lines.num_shown != lines.num_done:
         lines.show()
 
 
 class _ProgressLines:
-    def __init__(self, total: int | None, description: str, log_seconds: float) -> None:
+    def __init__(
+        self, total: int | None, description: str, log_seconds: float, num_done: int
+    ) -> None:
         self.total, self.description, self.log_seconds = total, description, log_seconds
-        self.num_done, self.num_shown = 0, -1
+        self.num_before = self.num_done = num_done
+        self.num_shown = -1
         self.start = self.shown = time.monotonic()
 
     def advance(self, num: int) -> None:
@@ -75,5 +87,9 @@ class _ProgressLines:
     def show(self) -> None:
         self.shown, self.num_shown = time.monotonic(), self.num_done
         of_total = "" if self.total is None else f"/{self.total}"
-        seconds = self.shown - self.start
-        logger.info("%s %d%s  %.0f s", self.description, self.num_done, of_total, seconds)
+        seconds, num_new = self.shown - self.start, self.num_done - self.num_before
+        left = ""
+        if self.total is not None and 0 < num_new < self.total - self.num_before:
+            left = f", about {seconds / num_new * (self.total - self.num_done):.0f} s left"
+        text = f"{self.description} {self.num_done}{of_total}  {seconds:.0f} s{left}"
+        logger.info(text)

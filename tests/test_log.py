@@ -11,8 +11,9 @@ import pytest
 
 from data.progress import progress
 from data.provenance import git_state
-from recipes.schema import LogSection, Recipe
-from train.log import MetricsLog, write_run_record
+from recipes.errors import UserError
+from recipes.schema import LogSection, Recipe, load_recipe
+from train.log import MetricsLog, result_line, write_run_record
 
 
 def make_recipe(tmp_path):
@@ -104,17 +105,72 @@ def test_wandb_offline_stays_in_the_run_folder_and_off_the_network(tmp_path, mon
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_wandb_online_without_network_says_so_and_does_not_wait(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setattr("train.log.START_SECONDS", 2.0)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    start = time.monotonic()
+    with pytest.raises(UserError, match=r"wandb did not start.*log\.wandb=offline"):
+        make_log(tmp_path, wandb="online")
+    assert time.monotonic() - start < 60  # its own patience is 90 s
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_event_files(tmp_path):
     pytest.importorskip("tensorboard")
+    write_run_record(make_recipe(tmp_path))
+    page = tmp_path / "step-1.html"
+    page.write_text("<p>x</p>")
     with make_log(tmp_path, tensorboard=True) as log:
         log.log(1, {"loss": 1.0, "survival": [0.5, 0.2], "note": "x"})
+        log.attach(1, "samples", page)
     (path,) = (tmp_path / "toy" / "tensorboard").iterdir()
-    assert b"survival/1" in path.read_bytes()
+    events = path.read_bytes()
+    assert b"survival/1" in events
+    assert b"random:qwen3-tiny" in events  # the resolved recipe
+    assert b"git" in events and str(page).encode() in events
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_wandb_takes_recipe_record_and_samples(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    artefacts, log_artifact = [], wandb.Run.log_artifact
+
+    def watch(run, path, **fields):
+        artefacts.append((path, fields["name"]))
+        return log_artifact(run, path, **fields)
+
+    monkeypatch.setattr(wandb.Run, "log_artifact", watch)
+    write_run_record(make_recipe(tmp_path))
+    page = tmp_path / "step-1.html"
+    page.write_text("<p>coloured</p>")
+    with make_log(tmp_path, wandb="offline") as log:
+        log.log(1, {"loss": 1.0})
+        log.attach(1, "samples", page)
+    (run,) = (tmp_path / "toy" / "wandb").glob("offline-run-*")
+    (copy,) = run.glob("files/media/html/samples_1_*.html")
+    assert "coloured" in copy.read_text()
+    folder = tmp_path / "toy"
+    assert artefacts == [
+        (str(folder / "recipe.yaml"), "toy-recipe"),
+        (str(folder / "run.json"), "toy-run"),
+    ]
+
+
+def test_the_end_of_a_run_in_one_line(tmp_path):
+    line = result_line(tmp_path / "drafter", 1200, 345678, 90.0, 2.3456)
+    assert line == (
+        "result: best validated tau 2.346, 1,200 steps, 345,678 supervised tokens, 1.5 minutes; "
+        f"drafter in {tmp_path}/drafter"
+    )
+    assert result_line(tmp_path, 1, 2, 6.0, None).startswith("result: 1 steps, 2 supervised")
 
 
 def test_run_record(tmp_path):
     recipe = make_recipe(tmp_path)
     record = json.loads(write_run_record(recipe).read_text())
+    assert load_recipe(recipe.run_dir / "recipe.yaml") == recipe
     assert record["recipe"]["target"]["model"] == "random:qwen3-tiny"
     assert record["versions"]["torch"].startswith("2.")
     assert record["hardware"]["num_cores"] >= 1
@@ -152,8 +208,24 @@ def test_progress_without_a_terminal_is_plain_lines(caplog):
     ):
         advance(1)
         advance(3)
-    assert caplog.messages == ["answers 1/4  0 s", "answers 4/4  0 s"]
+    assert caplog.messages == ["answers 1/4  0 s, about 0 s left", "answers 4/4  0 s"]
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="draftsmith"), progress(None, "rows") as advance:
         advance(5)
     assert caplog.messages == ["rows 5  0 s"]
+
+
+def test_progress_of_a_resumed_run_and_of_other_ranks(caplog):
+    with (
+        caplog.at_level(logging.INFO, logger="draftsmith"),
+        progress(10, "steps", math.inf, num_done=8) as advance,
+    ):
+        advance(2)
+    assert caplog.messages == ["steps 10/10  0 s"]
+    caplog.clear()
+    with (
+        caplog.at_level(logging.INFO, logger="draftsmith"),
+        progress(10, "steps", 0.0, enabled=False) as advance,
+    ):
+        advance(10)
+    assert caplog.messages == []

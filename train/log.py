@@ -20,11 +20,13 @@ from typing_extensions import Self
 from data.files import write_json, write_text
 from data.provenance import ROOT, git_state, hardware, versions
 from recipes.errors import UserError
-from recipes.schema import LogSection, Recipe
+from recipes.schema import LogSection, Recipe, dump_recipe
 
 logger = logging.getLogger("draftsmith")
 
 Value = float | int | str | list[float]
+RECIPE_FILE, RECORD_FILE = "recipe.yaml", "run.json"
+START_SECONDS, END_SECONDS = 20.0, 60.0
 
 
 class Sink(Protocol):
@@ -32,6 +34,9 @@ class Sink(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Take the numbers of one step."""
+
+    def attach(self, step: int, name: str, path: Path) -> None:
+        """Take a file: a page to look at (.html), or a text to keep."""
 
     def close(self) -> None:
         """Flush."""
@@ -73,6 +78,9 @@ class MetricsLog:
             self.sinks.append(WandbSink(run_dir, section, recipe, resume_step is not None))
         if section.tensorboard:
             self.sinks.append(TensorboardSink(run_dir, resume_step))
+        for name in (RECIPE_FILE, RECORD_FILE):
+            if (run_dir / name).is_file():
+                self.attach(resume_step or 0, name.split(".")[0], run_dir / name)
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Write the metrics of one step everywhere."""
@@ -85,6 +93,11 @@ class MetricsLog:
             file.write(json.dumps(line, allow_nan=False) + "\n")
         for sink in self.sinks:
             sink.write(step, metrics)
+
+    def attach(self, step: int, name: str, path: Path) -> None:
+        """Hand a file over to the places beside RUN, where it lies already."""
+        for sink in self.sinks:
+            sink.attach(step, name, path)
 
     def close(self) -> None:
         """Flush and close all places."""
@@ -105,7 +118,12 @@ class MetricsLog:
 
 
 class WandbSink:
-    """Weights & Biases; its files lie in RUN/wandb. Offline mode uses no network."""
+    """Weights & Biases; its files lie in RUN/wandb. Offline mode uses no network.
+
+    Online it waits at most START_SECONDS for an answer at the start and END_SECONDS at the end; in
+    between it sends from a process of its own. What was not sent stays in RUN/wandb, for `wandb
+    sync`.
+    """
 
     def __init__(self, run_dir: Path, section: LogSection, recipe: Recipe, resume: bool) -> None:
         # Crash reports would be sent over the network even in offline mode.
@@ -128,16 +146,32 @@ class WandbSink:
                 resume="allow" if section.wandb == "online" else None,
                 dir=str(run_dir),
                 config=recipe.model_dump(mode="json"),
-                settings=wandb.Settings(silent=True, console="off", disable_git=True),
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",
+                    disable_git=True,
+                    init_timeout=START_SECONDS,
+                    login_timeout=START_SECONDS,
+                    finish_timeout=END_SECONDS,
+                ),
             )
         except wandb.errors.Error as error:
             raise UserError(
-                f"wandb did not start: {error}. Log in with `wandb login`, or set log.wandb=offline"
+                f"wandb did not start: {' '.join(str(error).split())}. Log in with `wandb login`, or set log.wandb=offline"
+                " (without network, and later: wandb sync)"
             ) from error
+        self.page, self.name = wandb.Html, recipe.name
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Queue the numbers; wandb sends them from a process of its own."""
         self.run.log(dict(metrics), step=step)
+
+    def attach(self, step: int, name: str, path: Path) -> None:
+        """A page beside the curves, another file as an artefact."""
+        if path.suffix == ".html":
+            self.run.log({name: self.page(path.read_text(encoding="utf-8"))}, step=step)
+        else:
+            self.run.log_artifact(str(path), name=f"{self.name}-{name}", type="run")
 
     def close(self) -> None:
         """Finish the run."""
@@ -166,6 +200,12 @@ class TensorboardSink:
             elif not isinstance(value, str):
                 self.writer.add_scalar(key, value, step)
 
+    def attach(self, step: int, name: str, path: Path) -> None:
+        """Write a text; of a page, where it lies."""
+        page = path.suffix == ".html"
+        text = str(path) if page else path.read_text(encoding="utf-8")
+        self.writer.add_text(name, text if page else f"```\n{text}\n```", step)
+
     def close(self) -> None:
         """Flush the event file."""
         self.writer.close()
@@ -185,10 +225,22 @@ def run_record(recipe: Recipe) -> dict[str, Any]:
 
 
 def write_run_record(recipe: Recipe) -> Path:
-    """Write run_record to RUN/run.json."""
-    path = recipe.run_dir / "run.json"
+    """Write run_record to RUN/run.json, and the resolved recipe beside it."""
+    path = recipe.run_dir / RECORD_FILE
     write_json(path, run_record(recipe))
+    write_text(recipe.run_dir / RECIPE_FILE, dump_recipe(recipe))
     return path
+
+
+def result_line(
+    folder: Path, steps: int, num_tokens: int, seconds: float, tau: float | None
+) -> str:
+    """The end of a run in one line; tau: the best validated one, where there is one."""
+    best = "" if tau is None else f"best validated tau {tau:.3f}, "
+    return (
+        f"result: {best}{steps:,} steps, {num_tokens:,} supervised tokens, "
+        f"{seconds / 60:.1f} minutes; drafter in {folder}"
+    )
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

@@ -19,9 +19,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from data.batch import STAND_IN, Batch, Row, make_batch, plan_batches
+from data.batch import STAND_IN, Batch, make_batch, plan_batches
 from data.files import stable_hash
 from data.pipeline import Prepared
+from data.progress import progress
+from data.row_file import RowFile
 from data.target import Target
 from drafters.anchors import choose_anchors
 from drafters.base import TrainedDrafter
@@ -87,12 +89,11 @@ def make_distiller(
     return distiller
 
 
-def epoch_plan(recipe: Recipe, rows: list[Row], epoch: int) -> list[list[int]]:
+def epoch_plan(recipe: Recipe, rows: RowFile, epoch: int) -> list[list[int]]:
     """The micro-batches of an epoch, as row indices; a pure function: resume is exact."""
     section = recipe.train
-    lengths = [len(row.ids_S) for row in rows]
     return plan_batches(
-        lengths, section.batch_tokens, section.micro_batch_size, section.seed, epoch
+        rows.lengths, section.batch_tokens, section.micro_batch_size, section.seed, epoch
     )
 
 
@@ -102,7 +103,7 @@ def deal(window: list[list[int]], rank: int, world: int) -> list[list[int]]:
     return (window + [[] for _ in range(missing)])[rank::world]
 
 
-def count_steps(recipe: Recipe, rows: list[Row], world: int) -> int:
+def count_steps(recipe: Recipe, rows: RowFile, world: int) -> int:
     """Optimizer steps of the whole run."""
     section = recipe.train
     if section.max_steps is not None:
@@ -213,7 +214,7 @@ def train(
         for name, values in done.window.items()
     }
     clock = time.monotonic()
-    logged, logged_tokens, num_read = clock, done.num_tokens, 0
+    logged, logged_step, logged_tokens, num_read = clock, done.step, done.num_tokens, 0
     began = clock - done.seconds
     metrics_log = MetricsLog(
         recipe.run_dir,
@@ -225,7 +226,9 @@ def train(
     model.train()
     timer = StepClock(target.device)
     reader = prefetched(windows(), section.prefetch)
-    with metrics_log, _Signals() as signals, closing(reader):
+    steps = f"steps of {recipe.name}"
+    bar = progress(num_steps, steps, math.inf, done.step, accelerator.is_main_process)
+    with metrics_log, bar as advance, _Signals() as signals, closing(reader):
         if done.step < num_steps:
             for window in timer.waiting(reader):
                 # ---- one optimizer step ----
@@ -255,6 +258,7 @@ def train(
                 with timer.phase("optimizer"):
                     norm = take_step(accelerator, model, optimizer, section.clip)
                 done.step += 1
+                advance(1)
                 done.num_tokens += total
                 done.num_empty += num_empty
                 done.seconds = time.monotonic() - began
@@ -269,6 +273,8 @@ def train(
                 last = bool(_same_everywhere(accelerator, float(last), limit))
                 if done.step % recipe.log.every == 0 or last:
                     now = time.monotonic()
+                    pace = (now - logged) / max(done.step - logged_step, 1)
+                    left = min((num_steps - done.step) * pace, limit - done.seconds)
                     numbers = means_of(total_sums(accelerator, sums)) if sums else {}
                     numbers |= {
                         "lr": lr,
@@ -283,22 +289,26 @@ def train(
                         "share_supervised": (done.num_tokens - logged_tokens) / max(num_read, 1),
                         **timer.numbers(),
                         "minutes": done.seconds / 60,
+                        "minutes_left": max(left, 0.0) / 60,
                     }
                     metrics_log.log(done.step, numbers)
                     sums, norms, logged, logged_tokens = {}, [], now, done.num_tokens
-                    num_read = 0
+                    num_read, logged_step = 0, done.step
                 every = section.validate_every
                 if last or (every and done.step % every == 0):
                     paused = time.monotonic()
                     measured = distiller
                     if divides_weights(accelerator):
                         measured = make_distiller(recipe, target, prepared, whole())
-                    numbers = validate(recipe, accelerator, target, prepared, measured)
+                    page = recipe.run_dir / "samples" / f"step-{done.step}.html"
+                    numbers = validate(recipe, accelerator, target, prepared, measured, page)
                     quality = numbers.get("valid/tau", numbers.get("valid/tau_teacher_forced"))
                     if isinstance(quality, float) and done.improve(quality) and rank == 0:
                         best = recipe.run_dir / "drafter-best"
                         save_drafter(best, measured.drafter, target, recipe, done.num_tokens)
                     metrics_log.log(done.step, numbers)
+                    if page.is_file():
+                        metrics_log.attach(done.step, "samples", page)
                     began += time.monotonic() - paused  # validation is not training time
                     logged += time.monotonic() - paused
                     timer.leave_out(time.monotonic() - paused)

@@ -24,7 +24,7 @@ from drafters.methods import build_drafter
 from recipes.errors import UserError
 from recipes.schema import Recipe
 from train import checkpoint
-from train.log import write_run_record
+from train.log import result_line, write_run_record
 from train.loop import train
 from train.weights import save_drafter
 
@@ -129,7 +129,9 @@ def run_with(accelerator: Accelerator, recipe: Recipe, resume: bool) -> Path:
             recipe.run_dir / "trained.json",
             {"recipe": result_key(recipe), "steps": progress.step, "seconds": progress.seconds},
         )
-        log.info("trained in %.1f minutes; the drafter lies in %s", progress.seconds / 60, folder)
+        log.info(
+            result_line(folder, progress.step, progress.num_tokens, progress.seconds, progress.best)
+        )
     accelerator.wait_for_everyone()
     return folder
 

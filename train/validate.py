@@ -7,6 +7,7 @@ Ranks share the work and add up sums: numerators and counts, in fp64, divided on
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -18,9 +19,11 @@ from data.pipeline import Prepared
 from data.target import Target
 from drafters.base import Sampling
 from eval.decode import DecodeSettings, decode
+from eval.rounds import Decoded
 from recipes.schema import Recipe
 from train.distiller import Distiller
 from train.losses import STATS
+from train.samples import write_samples
 
 VALIDATION_ROWS = 64  # held-out rows of the teacher-forced metrics
 BATCH_ROWS = 8
@@ -90,6 +93,29 @@ def tau_of(alpha_by_step: list[float]) -> float:
     return tau
 
 
+def _decoded_numbers(accelerator: Accelerator, answers: list[Decoded], num_draft: int) -> Numbers:
+    """Tau, alpha and the share of rounds that accept i tokens or more, over all ranks' answers."""
+    rounds = [r for answer in answers for r in answer.rounds]
+    survivors = [sum(r.accepted > i for r in rounds) for i in range(num_draft)]
+    sums = {
+        "rounds": [len(rounds), sum(r.emitted for r in rounds)],
+        "alpha": [sum(a.alpha_count for a in answers), sum(a.alpha_sum for a in answers)],
+        "survivors": survivors,
+    }
+    device = accelerator.device
+    totals = total_sums(
+        accelerator,
+        {name: torch.tensor(x, dtype=torch.float64, device=device) for name, x in sums.items()},
+    )
+    numbers: Numbers = {}
+    if num_rounds := totals["rounds"][0]:
+        numbers["valid/tau"] = totals["rounds"][1] / num_rounds
+        numbers["valid/survival"] = [number / num_rounds for number in totals["survivors"]]
+    if num_verified := totals["alpha"][0]:
+        numbers["valid/alpha"] = totals["alpha"][1] / num_verified
+    return numbers
+
+
 @torch.no_grad()
 def validate(
     recipe: Recipe,
@@ -97,6 +123,7 @@ def validate(
     target: Target,
     prepared: Prepared,
     distiller: Distiller,
+    samples: Path | None = None,
 ) -> Numbers:
     """Held-out rows, teacher-forced, and real speculative decoding of held-out prompts.
 
@@ -105,6 +132,7 @@ def validate(
 
     Args:
         distiller: not wrapped, with whole weights.
+        samples: HTML file for a few of the answers, written by rank 0.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     section, training = recipe.train, distiller.training
@@ -132,15 +160,9 @@ def validate(
             )
             mine = prompts[rank::world]
             answers = decode(target, distiller.drafter, mine, settings)[0] if mine else []
-            emitted, rounds = sum_over_ranks(
-                accelerator,
-                [
-                    sum(r.emitted for a in answers for r in a.rounds),
-                    sum(len(a.rounds) for a in answers),
-                ],
-            )
-            if rounds:
-                numbers["valid/tau"] = emitted / rounds
+            numbers |= _decoded_numbers(accelerator, answers, settings.num_draft)
+            if samples is not None and rank == 0 and answers:
+                write_samples(samples, f"{recipe.name}: {samples.stem}", target, mine, answers)
     finally:
         distiller.train(training)
     return numbers
