@@ -1,6 +1,5 @@
 """A resumed run is the run that never stopped; a damaged checkpoint is never picked up."""
 
-import json
 import logging
 import random
 
@@ -13,7 +12,16 @@ from torch import nn
 import train.checkpoint
 from recipes.errors import UserError
 from recipes.schema import Recipe
-from train.checkpoint import Progress, differences, folder, latest, load, save
+from train.checkpoint import (
+    Progress,
+    check_recipe,
+    differences,
+    folder,
+    latest,
+    load,
+    load_weights,
+    save,
+)
 from train.optim import lr_factor, set_lr
 
 
@@ -54,15 +62,18 @@ class Run:
             self.progress.index += 1
 
     def save(self):
-        return save(self.accelerator, self.recipe.run_dir, self.progress, self.recipe)
+        parts = (self.recipe, self.model, self.optimizer)
+        return save(self.accelerator, self.recipe.run_dir, self.progress, *parts)
 
     def load(self, path, recipe=None):
-        self.progress = load(self.accelerator, path, recipe or self.recipe)
+        load_weights(path, self.model)
+        parts = (recipe or self.recipe, self.model, self.optimizer)
+        self.progress = load(self.accelerator, path, *parts)
 
     def state(self):
         """Weights, moments and step counters."""
         moments = self.optimizer.state_dict()["state"].values()
-        return [*self.model.state_dict().values(), *(v for m in moments for v in m.values())]
+        return [*self.model.state_dict().values(), *(m[key] for m in moments for key in sorted(m))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,20 +154,42 @@ def test_half_written_checkpoint_is_never_picked_up(tmp_path, caplog, monkeypatc
     assert [path.name for path in good.parent.iterdir()] == ["step-1"]
 
     bad = run.save()
-    weights = bad / "model.safetensors"
+    weights = bad / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     (good.parent / ".step-9.abc.tmp").mkdir()
     folder(run.recipe.run_dir, 3).mkdir()  # without state.json
     with caplog.at_level(logging.WARNING, logger="draftsmith"):
         assert latest(run.recipe.run_dir) == good
-    assert "step-2 is not complete (model.safetensors has" in caplog.text
-    assert "step-3 is not complete" in caplog.text
-    with pytest.raises(UserError, match="not complete"):
-        run.load(bad)
+    assert "step-2 is damaged (weights.safetensors has" in caplog.text
+    assert "step-3 is damaged" in caplog.text
     (bad / "state.json").write_text("[]")
     assert latest(run.recipe.run_dir) == good
     weights.unlink()
     assert latest(run.recipe.run_dir) == good
+    run.progress.step = 4
+    run.save()  # clears away what a killed run left
+    assert sorted(path.name for path in good.parent.iterdir()) == ["step-3", "step-4"]
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "moments.safetensors", "random-0.json"])
+def test_checkpoint_of_zeros_is_found_by_its_sum(tmp_path, caplog, name):
+    # As after a power cut: every file has its size, and one has nothing in it.
+    run = Run(make_recipe(tmp_path))
+    run.steps(1)
+    good = run.save()
+    run.steps(1)
+    bad = run.save()
+    size = (bad / name).stat().st_size
+    (bad / name).write_bytes(bytes(size))
+    with caplog.at_level(logging.WARNING, logger="draftsmith"):
+        assert latest(run.recipe.run_dir) == good
+    assert f"step-2 is damaged ({name} has other content than was written" in caplog.text
+    assert "trying an older one" in caplog.text
+    (good / name).write_bytes(b"")
+    with pytest.raises(UserError) as caught:  # never silently from the first step again
+        latest(run.recipe.run_dir)
+    said = str(caught.value)
+    assert f"step-1: {name} has 0 bytes" in said and "delete that folder" in said
 
 
 def test_recipe_that_changes_the_result_is_refused(tmp_path):
@@ -180,11 +213,31 @@ def test_differences_name_added_and_removed_keys():
     assert differences({"log": {"every": 1}}, {"log": {"every": 2}, "name": "x"}) == []
 
 
-def test_other_number_of_processes_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("processes", "accumulation", "said"),
+    [
+        (4, 1, None),
+        (2, 2, None),
+        (1, 4, None),
+        (2, 1, "set train.gradient_accumulation=2"),
+        (3, 1, "launch 1 or 2 or 4 processes"),
+        (8, 1, "launch 1 or 2 or 4 processes"),
+    ],
+)
+def test_other_number_of_processes_needs_the_same_step(tmp_path, processes, accumulation, said):
+    run = Run(make_recipe(tmp_path, gradient_accumulation=4))
+    path = run.save()
+    recipe = make_recipe(tmp_path, gradient_accumulation=accumulation)
+    if said is None:
+        assert check_recipe(path, recipe, processes)["num_processes"] == 1
+        return
+    with pytest.raises(UserError, match=said):
+        check_recipe(path, recipe, processes)
+
+
+def test_random_states_come_back(tmp_path):
     run = Run(make_recipe(tmp_path))
     path = run.save()
-    state = json.loads((path / "state.json").read_text())
-    state["num_processes"] = 2
-    (path / "state.json").write_text(json.dumps(state))
-    with pytest.raises(UserError, match="made by 2 processes, this run has 1"):
-        run.load(path)
+    drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    run.load(path)
+    assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == drawn

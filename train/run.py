@@ -15,6 +15,7 @@ from accelerate.utils import (
     broadcast_object_list,
     set_seed,
 )
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data.files import read_json, write_json
 from data.pipeline import aux_layers_of, prepare
@@ -45,6 +46,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     use_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     use_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if use_fsdp:  # otherwise transformers loads the target on one rank only
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if torch.cuda.is_available() and recipe.target.device != "cpu":
         accelerator = Accelerator(mixed_precision="no")
     elif use_deepspeed and "LOCAL_RANK" in os.environ:
@@ -111,6 +114,8 @@ def run_with(accelerator: Accelerator, recipe: Recipe, resume: bool) -> Path:
         return folder
     start = find_start(accelerator, recipe, resume)  # before prepare() replaces any data
     set_seed(recipe.train.seed)
+    # Under ZeRO-3 transformers would divide every model that it loads, hence the target as well.
+    unset_hf_deepspeed_config()
     target = Target.load(recipe.target)
     log.info("target %s in %s on %s", target.name, target.dtype, target.device)
     with accelerator.main_process_first():

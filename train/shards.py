@@ -126,6 +126,7 @@ def whole_moments(
         inner, flats = _zero_parts(accelerator, model)
         if "step" not in inner.state[flats[0]]:
             return found
+        _link_moments(accelerator, model)
         step = torch.as_tensor(inner.state[flats[0]]["step"])
         for name, parameter in _trained(accelerator, model):
             found[f"{name}.step"] = step.clone()
@@ -179,8 +180,7 @@ def _set_zero_moments(accelerator: Accelerator, model: Any, moments: dict[str, T
         inner.state[flat] = {key: torch.zeros_like(flat) for key in MOMENTS}
         inner.state[flat]["step"] = step.to(flat.device).clone()
     whole = zero_stage(accelerator) < 3
-    if whole:
-        model.optimizer._lazy_init_hp_params_optimizer_state()
+    _link_moments(accelerator, model)
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
     for name, parameter in _trained(accelerator, model):
@@ -194,6 +194,16 @@ def _set_zero_moments(accelerator: Accelerator, model: Any, moments: dict[str, T
             padded[: value.numel()] = value.flatten()
             part = padded[size * accelerator.process_index :][:size]
             safe_set_local_optimizer_state(parameter, part, key)
+
+
+def _link_moments(accelerator: Accelerator, model: Any) -> None:
+    """ZeRO-1 and -2: let parameters find their moments, in all groups.
+
+    DeepSpeed does so once, after the step of the first group, when the others have none yet.
+    """
+    if zero_stage(accelerator) < 3:
+        model.optimizer._hp_optimizer_states_linked = False
+        model.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _zero_parts(accelerator: Accelerator, model: Any) -> tuple[torch.optim.Optimizer, list[Tensor]]:
