@@ -1,49 +1,35 @@
 """Prompts to answers: what is asked, and what the target writes (RUN/data/*.jsonl).
 
-Resumable by row id after a kill; when what the answers were made from changes, they and the states
-captured with them are made again, which is said.
+Resumable by conversation after a kill; when what the answers were made from changes, they and the
+states captured with them are made again, which is said.
 """
 
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data.benchmarks import benchmark_ngrams
-from data.conversations import render_prompt
-from data.files import read_json, require_disk, stable_hash, write_json, write_text
+from data.files import read_json, require_disk, stable_hash, write_json
 from data.hidden_states import StateStore, bytes_per_token
+from data.json_lines import cut_last_line, read_lines
 from data.progress import progress
-from data.prompt_rows import Prompt, make_prompt, prompt_ngrams
-from data.prompts import load_prompts, magpie_count
-from data.regenerate import Answer, Request, generate, magpie_prefix
-from data.target import DTYPES, Target
+from data.prompt_rows import Prompt
+from data.prompt_store import first_prompt, make_prompts
+from data.regenerate import generate
+from data.served_answers import NO_ANSWER, ask_server
+from data.talks import Talk, TalkQueue, start
+from data.target import Target
 from recipes.errors import UserError
 from recipes.schema import Recipe
 
 log = logging.getLogger("draftsmith")
 
-MAGPIE_TOKENS = 96  # longest prompt that the target writes
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Complete lines of a file; a last line that a kill cut short is dropped from the file."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        log.warning("%s: the last line was cut short by a kill and is dropped", path)
-        write_text(path, whole)
-    try:
-        rows = [json.loads(line) for line in whole.splitlines()]
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is damaged: {error}; delete that line") from error
-    if not all(isinstance(row, dict) and "id" in row for row in rows):
-        raise UserError(f"{path} is damaged: a line is no object with an id; delete that line")
-    return rows
+SAMPLED = 500  # prompts whose mean length stands for all in the estimate of the disk
 
 
 def _answers_key(recipe: Recipe, target: Target) -> dict[str, Any]:
@@ -56,6 +42,7 @@ def _answers_key(recipe: Recipe, target: Target) -> dict[str, Any]:
         "max_new_tokens",
         "max_length",
         "max_minutes",
+        "max_turns",
         "greedy_share",
         "temperature",
         "top_p",
@@ -65,11 +52,14 @@ def _answers_key(recipe: Recipe, target: Target) -> dict[str, Any]:
         "template_kwargs",
     )
     section = recipe.data.model_dump(mode="json")
+    server = recipe.data.server
     return {
+        "format": 2,
         "target": target.name,
         "target_revision": target.revision,
         "dtype": str(target.dtype),
         "template": stable_hash(target.tokenizer.chat_template),
+        "server": None if server is None else [server.api, server.model],
         **{name: section[name] for name in fields},
     }
 
@@ -83,28 +73,59 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
     return stored
 
 
-def answer_prompts(
-    recipe: Recipe,
-    target: Target,
-    aux_layers: tuple[int, ...],
-    store: StateStore | None,
-) -> None:
+@dataclass
+class Tally:
+    """What one call answered. left_out: prompts without an answer, by reason."""
+
+    num_tokens: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def _delete_if_stale(
+    recipe: Recipe, target: Target, store: StateStore | None, key: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The manifest, if it is of this recipe; else what was made from another one goes."""
+    folder, section = recipe.run_dir / "data", recipe.data
+    stored = _read_manifest(folder / "manifest.json")
+    if stored is None or stored["key"] == key:
+        return stored
+    changed = [k for k in key if stored["key"].get(k) != key[k]]
+    # A source or template that cannot be read fails here, before anything is deleted.
+    for prompt in first_prompt(section):
+        start(prompt, section).request(target.tokenizer, section)
+    log.warning("%s: made with other %s; building it again", folder, ", ".join(changed))
+    for name in ("prompts.jsonl", "magpie.jsonl", "responses.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+    if store is not None:
+        store.clear()
+    return None
+
+
+def _answered(path: Path, stored: dict[str, Any] | None) -> tuple[set[str], bool]:
+    """Ids of the conversations in responses.jsonl, and whether they are all there will be."""
+    if cut_last_line(path):
+        log.warning("%s: the last line was cut short by a kill and is dropped", path)
+    done = {row["id"] for row in read_lines(path)}
+    if stored is None or not stored["done"]:
+        return done, False
+    if len(done) != stored["num_answers"]:
+        log.warning(
+            "%s holds %d answers, manifest.json says %d: what is missing is answered again",
+            path,
+            len(done),
+            stored["num_answers"],
+        )
+        return done, False
+    return done, True
+
+
+def answer_prompts(recipe: Recipe, target: Target, store: StateStore | None) -> None:
     """Fill responses.jsonl (and the states, with capture: generate) until done or out of time."""
     folder, section = recipe.run_dir / "data", recipe.data
     manifest, key = folder / "manifest.json", _answers_key(recipe, target)
-    stored = _read_manifest(manifest)
-    if stored is not None and stored["key"] != key:
-        changed = [k for k in key if stored["key"].get(k) != key[k]]
-        # A source or template that cannot be read fails here, before anything is deleted.
-        wanted, _ = load_prompts(section, benchmark_ngrams(section.decontaminate))
-        _requests(recipe, target, wanted[:1])
-        log.warning("%s: made with other %s; building it again", folder, ", ".join(changed))
-        for name in ("prompts.jsonl", "responses.jsonl"):
-            (folder / name).unlink(missing_ok=True)
-        if store is not None:
-            store.clear()
-        stored = None
-    if stored is not None and stored["done"]:
+    path = folder / "responses.jsonl"
+    done, complete = _answered(path, _delete_if_stale(recipe, target, store, key))
+    if complete:
         return
     write_json(manifest, {"key": key, "done": False})
     started = time.monotonic()
@@ -113,138 +134,108 @@ def answer_prompts(
         limit = section.max_minutes
         return limit is not None and time.monotonic() - started > 60 * limit
 
-    prompts = _prompts(recipe, target, out_of_time)
-    path = folder / "responses.jsonl"
-    done = {r["id"] for r in read_jsonl(path)}
-    requests = _requests(recipe, target, [p for p in prompts if p["id"] not in done])
-    by_id = {p["id"]: p for p in prompts}
-    capture = aux_layers if store is not None and section.capture == "generate" else None
-    if capture is not None:
-        tokens = sum(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-        size = tokens * bytes_per_token(len(capture), target.hidden_size, section.states_dtype)
-        log.info("states of %d answers need at most %.2f GB", len(requests), size / 1e9)
-        require_disk(folder, size, "target states")
-    num_tokens, begun = 0, time.monotonic()
-    with progress(len(requests), "answers") as advance, path.open("a", encoding="utf-8") as file:
-        for answer in generate(
-            target,
-            requests,
-            section.batch_size,
-            section.max_length,
-            capture,
-            DTYPES[section.states_dtype],
-            stop_taking=out_of_time,
-        ):
-            num_tokens += len(answer.ids)
-            if store is not None and answer.states is not None:
-                store.add(answer.request.id, answer.states)
-            file.write(json.dumps(_response(answer, by_id[answer.request.id], target)) + "\n")
+    num_prompts = make_prompts(recipe, target, out_of_time)
+    prompts = (p for p in read_prompts(folder) if p["id"] not in done)
+    total, begun = num_prompts - len(done), time.monotonic()
+    with progress(total, "answers") as advance, path.open("a", encoding="utf-8") as file:
+
+        def write(talk: Talk) -> None:
+            file.write(json.dumps(talk.record()) + "\n")
             file.flush()
+            done.add(talk.id)
             advance(1)
-    if store is not None:
-        store.flush()
-    seconds = time.monotonic() - begun
-    log.info("%d tokens written, %.0f tokens/s", num_tokens, num_tokens / max(seconds, 1e-9))
-    write_json(manifest, {"key": key, "done": True, "tokens_per_second": num_tokens / seconds})
 
-
-def _response(answer: Answer, prompt: Prompt, target: Target) -> dict[str, Any]:
-    text = target.tokenizer.decode(answer.ids, skip_special_tokens=True)
-    messages = [*prompt["messages"], {"role": "assistant", "content": text}]
-    return {
-        "id": answer.request.id,
-        "source": prompt["source"],
-        "messages": messages,
-        "prompt_ids": answer.request.prompt_ids,
-        "answer_ids": answer.ids,
-        "finish": answer.finish,
-        "temperature": answer.request.temperature,
-    }
-
-
-def _requests(recipe: Recipe, target: Target, prompts: list[Prompt]) -> list[Request]:
-    """Prompts as requests; too long ones are left out, with their count."""
-    section, requests, num_long = recipe.data, [], 0
-    for prompt in prompts:
-        ids = render_prompt(
-            target.tokenizer, prompt["messages"], prompt.get("tools"), section.template_kwargs
-        )
-        room = section.max_length - len(ids)
-        if len(ids) > section.max_prompt_tokens or room < 1:
-            num_long += 1
-            continue
-        number = int(stable_hash([prompt["id"], section.seed]), 16)
-        greedy = number % 10_000 < 10_000 * section.greedy_share
-        requests.append(
-            Request(
-                id=prompt["id"],
-                prompt_ids=ids,
-                max_new_tokens=min(section.max_new_tokens, room),
-                temperature=0.0 if greedy else section.temperature,
-                top_p=section.top_p,
-                top_k=section.top_k,
-                seed=number % 2**62,
+        if section.server is not None:
+            tally = Tally()
+            tally.num_tokens = ask_server(
+                section, target.tokenizer, prompts, tally.left_out, write, out_of_time
             )
-        )
-    if num_long:
-        log.info("%d prompts are longer than data.max_prompt_tokens and are left out", num_long)
-    return requests
-
-
-def _prompts(recipe: Recipe, target: Target, out_of_time: Callable[[], bool]) -> list[Prompt]:
-    """prompts.jsonl, made if it is not there: from the sources, and by the target itself."""
-    path = recipe.run_dir / "data" / "prompts.jsonl"
-    if path.exists():
-        return read_jsonl(path)  # type: ignore[return-value]
-    blocked = benchmark_ngrams(recipe.data.decontaminate)
-    prompts, report = load_prompts(recipe.data, blocked)
-    wanted = magpie_count(recipe.data)
-    if wanted:
-        own = _magpie(recipe, target, wanted, blocked, out_of_time)
-        prompts = _spread(prompts, [p for p in own if p["id"] not in {q["id"] for q in prompts}])
-    write_text(path, "".join(json.dumps(p) + "\n" for p in prompts))
-    write_json(
-        path.with_name("prompts_report.json"),
-        {**report.as_json(), "magpie": wanted},
+        else:
+            tally = _answer_here(recipe, target, prompts, total, store, write, out_of_time)
+    seconds = time.monotonic() - begun
+    log.info(
+        "%d tokens written, %.0f tokens/s", tally.num_tokens, tally.num_tokens / max(seconds, 1e-9)
     )
-    return prompts
+    for reason, count in tally.left_out.items():
+        log.warning("%d prompts have no answer: %s", count, reason)
+    write_json(
+        manifest,
+        {
+            "key": key,
+            "done": not tally.left_out[NO_ANSWER],  # those are asked again next time
+            "num_answers": len(done),
+            "left_out": dict(tally.left_out),
+            "tokens_per_second": tally.num_tokens / seconds,
+        },
+    )
 
 
-def _spread(prompts: list[Prompt], own: list[Prompt]) -> list[Prompt]:
-    """Spread the shorter list evenly over the longer, so that a run cut short has both."""
-    merged = [(i / max(len(part), 1), p) for part in (prompts, own) for i, p in enumerate(part)]
-    return [p for _, p in sorted(merged, key=lambda pair: pair[0])]
+def read_prompts(folder: Path) -> Iterator[Prompt]:
+    """The prompts of RUN/data, one after another."""
+    yield from read_lines(folder / "prompts.jsonl")  # type: ignore[misc]
 
 
-def _magpie(
+def _answer_here(
     recipe: Recipe,
     target: Target,
-    wanted: int,
-    blocked: set[str],
+    prompts: Iterator[Prompt],
+    num_prompts: int,
+    store: StateStore | None,
+    write: Callable[[Talk], None],
     out_of_time: Callable[[], bool],
-) -> list[Prompt]:
-    """Prompts that the target writes at temperature 1; unfinished, overlapping ones are dropped."""
-    prefix = magpie_prefix(target, recipe.data.template_kwargs)
-    requests = [
-        Request(
-            id=f"magpie-{i}",
-            prompt_ids=prefix,
-            max_new_tokens=MAGPIE_TOKENS,
-            temperature=1.0,
-            seed=recipe.data.seed * 1_000_003 + i,
+) -> Tally:
+    """Answers by the target in this process.
+
+    States are kept of conversations with one answer; those of longer ones are captured later, in a
+    pass over the whole row.
+    """
+    section, tally = recipe.data, Tally()
+    capture = None
+    if store is not None and section.capture == "generate":
+        capture = store.aux_layers
+    if capture is not None:
+        size = _bytes_of_states(recipe, target, num_prompts, len(capture))
+        log.info("states of %d answers need at most %.2f GB", num_prompts, size / 1e9)
+        require_disk(recipe.run_dir / "data", size, "target states")
+    queue = TalkQueue(prompts, target.tokenizer, section, tally.left_out)
+    for answer in generate(
+        target,
+        queue,
+        section.batch_size,
+        section.max_length,
+        capture,
+        None if store is None else store.compute_dtype,
+        stop_taking=out_of_time,
+    ):
+        tally.num_tokens += len(answer.ids)
+        text = str(target.tokenizer.decode(answer.ids, skip_special_tokens=True))
+        talk = queue.take(
+            answer.request.id,
+            {"role": "assistant", "content": text},
+            {
+                "prompt_ids": answer.request.prompt_ids,
+                "answer_ids": answer.ids,
+                "finish": answer.finish,
+            },
         )
-        for i in range(wanted)
-    ]
-    length, found = len(prefix) + MAGPIE_TOKENS, {}
-    with progress(wanted, "prompts by the target") as advance:
-        for answer in generate(
-            target, requests, recipe.data.batch_size, length, stop_taking=out_of_time
-        ):
-            text = str(target.tokenizer.decode(answer.ids, skip_special_tokens=True)).strip()
-            prompt = make_prompt("magpie", text, category="magpie")
-            whole = answer.finish == "stop" and len(text.split()) >= 3
-            if whole and not prompt_ngrams(prompt) & blocked:
-                found[prompt["id"]] = prompt
-            advance(1)
-    log.info("%d of %d prompts by the target kept", len(found), wanted)
-    return sorted(found.values(), key=lambda p: p["id"])
+        if talk is not None:
+            if store is not None and answer.states is not None and len(talk.answers) == 1:
+                store.add(talk.id, answer.states)
+            write(talk)
+    for talk in queue.unfinished():
+        write(talk)
+    if store is not None:
+        store.flush()
+    return tally
+
+
+def _bytes_of_states(recipe: Recipe, target: Target, num_prompts: int, num_aux: int) -> int:
+    """Disk for the states of answers to come; prompts by the mean length of the first SAMPLED."""
+    section, lengths = recipe.data, []
+    sample = islice(read_prompts(recipe.run_dir / "data"), SAMPLED)
+    queue = TalkQueue(sample, target.tokenizer, section, Counter())
+    while (request := next(queue, None)) is not None:
+        lengths.append(len(request.prompt_ids) + request.max_new_tokens)
+    mean = sum(lengths) / max(len(lengths), 1)
+    one = bytes_per_token(num_aux, target.hidden_size, section.states_dtype)
+    return round(num_prompts * mean * one)

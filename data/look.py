@@ -10,7 +10,7 @@ from data import embedded
 from data.conversations import eos_ids
 from data.files import read_json
 from data.pipeline import data_dir
-from data.prompts import split_heldout
+from data.prompts import PromptReport, split_heldout
 from data.source_rows import rows_of_source, set_template
 from recipes.errors import UserError
 from recipes.schema import Recipe
@@ -60,7 +60,8 @@ def look_at(recipe: Recipe) -> Look | None:
         report = folder / "prompts_report.json"
         read = read_json(report) if report.exists() else None
     else:
-        rows, counts = rows_of_source(section, tokenizer)
+        counts = PromptReport()
+        rows = list(rows_of_source(section, tokenizer, counts))
         train, _ = split_heldout([row["id"] for row in rows], section.heldout_fraction)
         for row in rows:
             row["split"] = "train" if row["id"] in train else "heldout"

@@ -3,31 +3,30 @@
 Everything lies in RUN/data and is made once; a second call finds it, a killed one goes on.
 
     prompts.jsonl     what was asked (the target's own prompts included)
-    responses.jsonl   prompt ids and answer ids, exactly as the target saw and wrote them
+    responses.jsonl   conversations; prompt ids and answer ids as the target saw and wrote them
     rows.jsonl        ids, supervised spans, split ("train" | "heldout"), messages
     vocab.json        the draft vocabulary
     states/           target states (states: cached)
     manifest.json     what the answers were made from; report.json: counts
 """
 
-import json
 import logging
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from data import vocab as vocabulary
-from data.answers import answer_prompts, read_jsonl
-from data.batch import Row
+from data.answers import answer_prompts
 from data.conversations import MASK_RULE, check_mask_share
-from data.files import make_folder, require_disk, stable_hash, write_json, write_text
+from data.files import make_folder, read_json, require_disk, stable_hash, write_json
 from data.hidden_states import StateStore, bytes_per_token, capture_pass, manifest_of
 from data.progress import progress
-from data.prompts import split_heldout
+from data.prompts import PromptReport
+from data.row_file import RowFile, write_rows
+from data.row_splits import rows_of_responses, split_rows
 from data.source_rows import rows_of_source, set_template
 from data.target import Target
 from recipes.errors import UserError
@@ -35,13 +34,15 @@ from recipes.schema import Recipe
 
 log = logging.getLogger("draftsmith")
 
+HELDOUT_PROMPTS = 1000  # of the held-out rows, at most: nothing decodes more
+
 
 @dataclass
 class Prepared:
     """What training and validation need. store is None when states are computed online."""
 
-    train: list[Row]
-    heldout: list[Row]
+    train: RowFile
+    heldout: RowFile
     heldout_prompts: list[list[int]]
     vocab: vocabulary.DraftVocab
     store: StateStore | None
@@ -65,100 +66,116 @@ def aux_layers_of(recipe: Recipe, target: Target) -> tuple[int, ...]:
     return layers
 
 
-def prepare(recipe: Recipe, target: Target) -> Prepared:
-    """Make what is missing in RUN/data and load it."""
+def prepare(recipe: Recipe, target: Target, rank: int = 0, world: int = 1) -> Prepared:
+    """Make what is missing in RUN/data and load it.
+
+    Args:
+        recipe: of the run.
+        target: loaded.
+        rank: of this process among `world`; each names its own shards of states.
+        world: with more than one, states are left to `capture_states`, which all of them call.
+    """
     folder, section = data_dir(recipe), recipe.data
     make_folder(folder)
     aux_layers = aux_layers_of(recipe, target)
     set_template(target.tokenizer, section)
     store = None
     if section.states == "cached":
-        manifest = manifest_of(target, aux_layers, section.states_dtype)
-        if not section.regenerate:  # the same id then stands for tokens that depend on these
-            rendering = [
-                section.max_length,
-                section.template_kwargs,
-                section.supervise,
-                section.train_on_thinking,
-                target.tokenizer.chat_template,
-                MASK_RULE,
-            ]
-            manifest["rows_of_the_source"] = stable_hash(rendering)
-        store = StateStore(folder / "states", manifest)
+        store = StateStore(folder / "states", _states_manifest(recipe, target, aux_layers), rank)
+    path, dropped = folder / "rows.jsonl", Counter[str]()
     if section.regenerate:
-        answer_prompts(recipe, target, aux_layers, store)
-        rows = _rows_from_responses(folder, section.keep_truncated)
+        answer_prompts(recipe, target, store)
+        rows = rows_of_responses(folder, section, target.tokenizer, dropped)
+        parts = write_rows(path, rows, target.vocab_size)
+        dropped.update(read_json(folder / "manifest.json")["left_out"])
     else:
-        rows, read = rows_of_source(section, target.tokenizer)
-        write_json(folder / "prompts_report.json", read.as_json())
-    if not rows:
-        raise UserError(f"{folder}: no rows; look at data.sources and data.max_prompt_tokens")
-    train_ids, _ = split_heldout([r["id"] for r in rows], section.heldout_fraction)
-    for row in rows:
-        row["split"] = "train" if row["id"] in train_ids else "heldout"
-    write_text(folder / "rows.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
-    tensors = {r["id"]: _to_row(r) for r in rows}
-    train = [tensors[r["id"]] for r in rows if r["split"] == "train"]
-    heldout = [tensors[r["id"]] for r in rows if r["split"] == "heldout"]
-
-    counts_V = count_supervised(train, target.vocab_size)
-    vocab = _vocab(recipe, target, counts_V)
-    if store is not None:
-        late = store.missing([row.id for row in train])
-        if late:
-            tokens = sum(len(tensors[i].ids_S) for i in late)
-            size = tokens * bytes_per_token(
-                len(aux_layers), target.hidden_size, section.states_dtype
-            )
-            log.info("states of %d rows (%d tokens) need %.2f GB", len(late), tokens, size / 1e9)
-            require_disk(folder, size, "target states")
-            with progress(len(late), "states") as advance:
-                capture_pass(target, [tensors[i] for i in late], aux_layers, store, advance)
-    num_tokens = sum(len(row.ids_S) for row in train)
-    num_supervised = sum(int(row.mask_S.sum()) for row in train)
-    share = check_mask_share(num_supervised, num_tokens, section.min_supervised_share, target.name)
-    report = {
+        report = PromptReport()
+        rows = split_rows(folder, rows_of_source(section, target.tokenizer, report), section)
+        parts = write_rows(path, rows, target.vocab_size)
+        write_json(folder / "prompts_report.json", report.as_json())
+    (train, sums), (heldout, heldout_sums) = parts["train"], parts["heldout"]
+    if not train:
+        reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise UserError(
+            f"{folder}: no rows{': ' if reasons else ''}{reasons}; look at data.sources, "
+            "data.max_prompt_tokens and data.keep_truncated"
+        )
+    vocab = _vocab(recipe, target, sums.counts_V)
+    share = check_mask_share(
+        sums.num_supervised, sums.num_tokens, section.min_supervised_share, target.name
+    )
+    numbers: dict[str, Any] = {
         "num_train_rows": len(train),
         "num_heldout_rows": len(heldout),
-        "num_train_tokens": num_tokens,
-        "num_supervised_tokens": num_supervised,
+        "num_train_tokens": sums.num_tokens,
+        "num_supervised_tokens": sums.num_supervised,
         "supervised_share": share,
-        "num_truncated": sum(r["finish"] == "length" for r in rows),
+        "num_truncated": sums.num_truncated + heldout_sums.num_truncated,
+        "num_left_out": dict(dropped),
         "draft_vocab_size": vocab.size,
-        "draft_vocab_coverage_train": vocab.coverage(counts_V),
+        "draft_vocab_coverage_train": vocab.coverage(sums.counts_V),
         "draft_vocab_coverage_heldout": (
-            vocab.coverage(count_supervised(heldout, target.vocab_size)) if heldout else None
+            vocab.coverage(heldout_sums.counts_V) if heldout else None
         ),
     }
-    write_json(folder / "report.json", report)
+    write_json(folder / "report.json", numbers)
     log.info(
         "%d train rows, %d held out; %d of %d tokens supervised (%.1f%%); draft vocabulary %d "
         "covers %.2f%% of them",
         len(train),
         len(heldout),
-        num_supervised,
-        num_tokens,
+        sums.num_supervised,
+        sums.num_tokens,
         100 * share,
         vocab.size,
-        100 * report["draft_vocab_coverage_train"],
+        100 * numbers["draft_vocab_coverage_train"],
     )
-    prompts = [r["ids"][: r["spans"][0][0]] for r in rows if r["split"] == "heldout"]
-    return Prepared(train, heldout, prompts, vocab, store, report)
+    firsts = (heldout.record(i) for i in range(min(len(heldout), HELDOUT_PROMPTS)))
+    prompts = [record["ids"][: record["spans"][0][0]] for record in firsts]
+    prepared = Prepared(train, heldout, prompts, vocab, store, numbers)
+    if world == 1:
+        capture_states(recipe, target, prepared)
+    return prepared
 
 
-def count_supervised(rows: Iterable[Row], vocab_size: int) -> Tensor:
-    """How often each token is supervised, [V]."""
-    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
-    for row in rows:
-        counts_V += torch.bincount(row.ids_S[row.mask_S], minlength=vocab_size)
-    return counts_V
+def _states_manifest(recipe: Recipe, target: Target, aux_layers: tuple[int, ...]) -> dict[str, Any]:
+    section = recipe.data
+    manifest = manifest_of(target, aux_layers, section.states_dtype)
+    by_text = section.server is not None and section.server.api == "chat"
+    if by_text or not section.regenerate:  # the same id stands for tokens that depend on these
+        rendering = [
+            section.max_length,
+            section.template_kwargs,
+            section.supervise,
+            section.train_on_thinking,
+            target.tokenizer.chat_template,
+            MASK_RULE,
+        ]
+        manifest["rows_of_the_source"] = stable_hash(rendering)
+    return manifest
 
 
-def _to_row(record: dict[str, Any]) -> Row:
-    mask_S = torch.zeros(len(record["ids"]), dtype=torch.bool)
-    for start, end in record["spans"]:
-        mask_S[start:end] = True
-    return Row(id=record["id"], ids_S=torch.tensor(record["ids"]), mask_S=mask_S)
+def capture_states(
+    recipe: Recipe, target: Target, prepared: Prepared, rank: int = 0, world: int = 1
+) -> None:
+    """Store the states of training rows that lack them: this rank's share, in shards of its own.
+
+    With several ranks call `prepared.store.refresh()` once all are done.
+    """
+    store, rows = prepared.store, prepared.train
+    if store is None:
+        return
+    late = [i for i, row_id in enumerate(rows.ids) if row_id not in store][rank::world]
+    if not late:
+        return
+    aux_layers, section = store.aux_layers, recipe.data
+    part = rows.only(late)
+    tokens = sum(part.lengths)
+    size = tokens * bytes_per_token(len(aux_layers), target.hidden_size, section.states_dtype)
+    log.info("states of %d rows (%d tokens) need %.2f GB", len(late), tokens, size / 1e9)
+    require_disk(data_dir(recipe), size * world, "target states")
+    with progress(len(late), "states") as advance:
+        capture_pass(target, part, part.lengths, aux_layers, store, advance)
 
 
 def _vocab(recipe: Recipe, target: Target, counts_V: Tensor) -> vocabulary.DraftVocab:
@@ -175,21 +192,3 @@ def _vocab(recipe: Recipe, target: Target, counts_V: Tensor) -> vocabulary.Draft
         vocab = vocabulary.build_draft_vocab(counts_V, size, target.eos_ids)
         vocabulary.save_vocab(path, vocab, key)
     return vocab
-
-
-def _rows_from_responses(folder: Path, keep_truncated: bool) -> list[dict[str, Any]]:
-    rows = []
-    for r in sorted(read_jsonl(folder / "responses.jsonl"), key=lambda r: r["id"]):
-        if r["finish"] == "length" and not keep_truncated:
-            continue
-        start, ids = len(r["prompt_ids"]), r["prompt_ids"] + r["answer_ids"]
-        rows.append(
-            {
-                "id": r["id"],
-                "ids": ids,
-                "spans": [[start, len(ids)]],
-                "finish": r["finish"],
-                "messages": r["messages"],
-            }
-        )
-    return rows

@@ -19,7 +19,7 @@ from data.sources import shuffled_rows
 from recipes.data_section import DataSection
 from recipes.errors import UserError
 
-__all__ = ["Prompt", "PromptReport", "load_prompts", "magpie_count", "ngrams", "split_heldout"]
+__all__ = ["Prompt", "PromptReport", "magpie_count", "ngrams", "split_heldout", "stream_prompts"]
 
 CONTAMINATED = "shares an 8-gram with an evaluation task"
 DUPLICATE = "same content as an earlier row"
@@ -105,21 +105,20 @@ def magpie_count(section: DataSection) -> int:
     return round(section.num_prompts * section.magpie_share) if "magpie" in section.sources else 0
 
 
-def load_prompts(
-    section: DataSection, blocked_ngrams: AbstractSet[str] = frozenset()
-) -> tuple[list[Prompt], PromptReport]:
-    """Prompts of all sources except magpie.
+def stream_prompts(
+    section: DataSection, blocked_ngrams: AbstractSet[str], report: PromptReport
+) -> Iterator[Prompt]:
+    """Prompts of all sources except magpie, one after another; only their ids are held.
 
     Sources take turns, each in an order shuffled by data.seed, until data.num_prompts less
-    `magpie_count` are found; a source that runs out leaves its places to the others.
+    `magpie_count` are found; a source that runs out leaves its places to the others. Ids are unique
+    and made from the content.
 
     Args:
         section: of the recipe. With `regenerate` each prompt ends with its first user turn and
             `turns` holds the later ones; without it, the conversations keep their answers.
         blocked_ngrams: from data.benchmarks.benchmark_ngrams; prompts that share one are dropped.
-
-    Returns:
-        The prompts, ids unique and made from the content, and the report.
+        report: counts are added here as rows are read.
 
     Raises:
         UserError: a source cannot be read, has no answers though regenerate is false, or nothing
@@ -132,29 +131,28 @@ def load_prompts(
             "data.regenerate is false, but book and magpie have no answers; set it to true or "
             "remove them from data.sources"
         )
-    report = PromptReport()
     if sources == ["book"]:
         book_prompts(wanted, section.seed)  # says so when the book is too small
     queues = {source: _candidates(source, section) for source in sources}
-    prompts: dict[str, Prompt] = {}
-    while queues and len(prompts) < wanted:
+    taken: set[str] = set()
+    while queues and len(taken) < wanted:
         for source in list(queues):
-            if len(prompts) >= wanted:
+            if len(taken) >= wanted:
                 break
             prompt = _next_kept(
-                source, queues[source], prompts, blocked_ngrams, report, section.max_bad_share
+                source, queues[source], taken, blocked_ngrams, report, section.max_bad_share
             )
             if prompt is None:
                 del queues[source]
             else:
-                prompts[prompt["id"]] = prompt
+                taken.add(prompt["id"])
+                yield prompt
     logger.info("%s", report.summary())
     report.check_bad_share(section.max_bad_share)
-    if sources and not prompts:
+    if sources and not taken:
         raise UserError(f"no prompt is left of data.sources {sources}: {report.summary()}")
-    if len(prompts) < wanted:
-        logger.warning("data.num_prompts asks for %d, the sources hold %d", wanted, len(prompts))
-    return list(prompts.values()), report
+    if len(taken) < wanted:
+        logger.warning("data.num_prompts asks for %d, the sources hold %d", wanted, len(taken))
 
 
 def split_heldout(ids: list[str], fraction: float) -> tuple[set[str], set[str]]:
@@ -226,7 +224,7 @@ def _to_prompt(row: Any, source: str, section: DataSection) -> Prompt:
 def _next_kept(
     source: str,
     queue: Iterator[tuple[str, Prompt | _Dropped]],
-    taken: dict[str, Prompt],
+    taken: AbstractSet[str],
     blocked: AbstractSet[str],
     report: PromptReport,
     max_bad_share: float,

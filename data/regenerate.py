@@ -21,11 +21,15 @@ from data.sampling import final_probs, sample
 from data.target import Target, TargetStates
 
 PREFILL_TOKENS = 1024  # of one prefill; more would gain nothing and pad more
+_END = object()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One answer to be written; temperature 0 is greedy. `seed` fixes its draws alone."""
+    """One answer to be written; temperature 0 is greedy. `seed` fixes its draws alone.
+
+    stop_ids: end it as the target's own end-of-sequence ids do.
+    """
 
     id: str
     prompt_ids: list[int]
@@ -34,6 +38,7 @@ class Request:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -150,7 +155,7 @@ class _Places:
         for place, token in zip(places, ids.tolist(), strict=True):
             answer = self._answer(place)
             answer.ids.append(token)
-            if token in self.target.eos_ids:
+            if token in self.target.eos_ids or token in answer.request.stop_ids:
                 answer.finish = "stop"
             elif len(answer.ids) == answer.request.max_new_tokens:
                 answer.finish = "length"
@@ -201,45 +206,46 @@ class _Places:
 @torch.inference_mode()
 def generate(
     target: Target,
-    requests: Iterable[Request],
+    requests: Iterable[Request | None],
     batch_size: int,
     max_length: int,
     capture: tuple[int, ...] | None = None,
-    capture_dtype: torch.dtype = torch.bfloat16,
+    capture_dtype: torch.dtype | None = None,
     stop_taking: Callable[[], bool] = lambda: False,
 ) -> Iterator[Answer]:
     """Answers in the order in which they finish.
 
     Args:
-        requests: prompt + max_new_tokens of each must fit into max_length.
+        requests: prompt + max_new_tokens of each must fit into max_length. None stands for
+            "nothing now, ask again when an answer is out" and needs one that is being written.
         batch_size: places side by side.
         capture: layer ids whose states are kept (with the last state and the logsumexp of the
             logits); None keeps nothing.
-        capture_dtype: of the kept states (the logsumexp is always fp32).
+        capture_dtype: of the kept states, None = bfloat16 (the logsumexp is always fp32).
         stop_taking: asked before a new request is taken; once true, the running ones finish and
             the rest is left.
     """
     queue = iter(requests)
-    places = _Places(target, batch_size, max_length, capture, capture_dtype)
+    places = _Places(target, batch_size, max_length, capture, capture_dtype or torch.bfloat16)
     more = True
     while True:
-        free = places.free()
+        free, dry = places.free(), not more
         # Prefills are bundled, since a pass over two prompts costs little more than over one.
-        if more and len(free) >= max(1, batch_size // 16):
+        if more and len(free) >= max(1, places.size // 16):
             taken: list[Request] = []
-            while more and len(taken) < len(free):
-                request = None if stop_taking() else next(queue, None)
-                if request is None:
-                    more = False
-                else:
+            while more and not dry and len(taken) < len(free):
+                more = not stop_taking()
+                request = next(queue, _END) if more else _END
+                if isinstance(request, Request):
                     taken.append(request)
+                dry, more = request is None or request is _END, request is not _END
             for part in _prefills(taken):
                 places.fill(part, places.free()[: len(part)])
             yield from places.collect()
         num_busy = places.size - len(places.free())
         if num_busy == 0 and not more:
             return
-        if not more and num_busy <= places.size // 2:
+        if dry and 0 < num_busy <= places.size // 2:
             places = places.shrink()
         if num_busy:
             places.step()
@@ -257,15 +263,42 @@ def _prefills(requests: list[Request]) -> list[list[Request]]:
     return parts
 
 
-def magpie_prefix(target: Target, template_kwargs: dict[str, Any] | None = None) -> list[int]:
-    """Ids of the template up to where a user's words begin.
+@dataclass(frozen=True)
+class MagpiePrompt:
+    """What makes the target write a user's message.
 
-    Continued by the target, they become a user's message (Magpie, Xu et al. 2406.08464).
+    ids: the template up to where the user's words begin. stop_ids: the special token behind them,
+    where there is one; else `closing` is the text behind them.
     """
-    marker = "\u2603mark\u2603"
-    text = target.tokenizer.apply_chat_template(
-        [{"role": "user", "content": marker}], tokenize=False, **(template_kwargs or {})
+
+    ids: list[int]
+    stop_ids: tuple[int, ...]
+    closing: str
+
+    def cut(self, text: str, ended: bool) -> tuple[str, bool]:
+        """The user's words, and whether they came to their end."""
+        words, found, _ = text.partition(self.closing) if self.closing else (text, "", "")
+        return words.strip(), ended or bool(found)
+
+
+def magpie_prompt(target: Target, template_kwargs: dict[str, Any] | None = None) -> MagpiePrompt:
+    """The template around a user's words; continued by the target, they become a user's message.
+
+    Source: Magpie, Xu et al. 2406.08464. The end of a user's turn need not be an end-of-sequence
+    token: Mistral writes [/INST], others go on with the assistant's header at once.
+    """
+    marker, tokenizer = "zq0words0qz", target.tokenizer
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": marker}],
+        tokenize=False,
+        add_generation_prompt=True,
+        **(template_kwargs or {}),
     )
-    head = str(text).split(marker)[0]
-    ids: list[int] = target.tokenizer(head, add_special_tokens=False)["input_ids"]
-    return ids
+    head, _, tail = str(text).partition(marker)
+    ids: list[int] = tokenizer(head, add_special_tokens=False)["input_ids"]
+    behind: list[int] = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"]
+    special = behind[:1] and tokenizer.added_tokens_decoder.get(behind[0])
+    if special:
+        return MagpiePrompt(ids, (behind[0],), "")
+    lines = tail.strip().splitlines()
+    return MagpiePrompt(ids, (), lines[0] if lines else "")

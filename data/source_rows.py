@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.benchmarks import benchmark_ngrams
 from data.conversations import BadRow, Row, render
-from data.prompts import Prompt, PromptReport, load_prompts
+from data.parallel import worker_map
+from data.prompts import Prompt, PromptReport, stream_prompts
 from recipes.data_section import DataSection
 from recipes.errors import UserError
 
@@ -31,47 +32,55 @@ def set_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> No
 
 
 def rows_of_source(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[dict[str, Any]], PromptReport]:
-    """Rows in the form of rows.jsonl (without `split`), and what became of each row read.
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, report: PromptReport
+) -> Iterator[dict[str, Any]]:
+    """Rows in the form of rows.jsonl (without `split`), one after another.
+
+    Args:
+        section: of the recipe; with num_workers they are rendered by that many processes.
+        tokenizer: of the target.
+        report: what becomes of each row read is counted here.
 
     Raises:
         UserError: a source cannot be read, too many rows cannot be used, or none is left.
     """
-    conversations, report = load_prompts(section, benchmark_ngrams(section.decontaminate))
-    num_tokens = sum("ids" in c for c in conversations)
+    conversations = stream_prompts(section, benchmark_ngrams(section.decontaminate), report)
+    num_kept = num_tokens = 0
+    with worker_map(section.num_workers, render_row, (section, tokenizer)) as rendered:
+        for c, row in rendered(conversations):
+            num_tokens += "ids" in c
+            if isinstance(row, BadRow):
+                report.kept[c["source"]] -= 1
+                report.drop(row.reason, f"{c['source']} id {c['id']}", c["messages"])
+                if report.drops.total() % 1000 == 0:
+                    report.check_bad_share(section.max_bad_share)
+                continue
+            num_kept += 1
+            yield row
     if num_tokens and section.decontaminate:
         log.warning("%d rows came as tokens: not compared with evaluation tasks", num_tokens)
-    rows = list(_rendered(conversations, section, tokenizer, report))
     report.check_bad_share(section.max_bad_share)
-    if not rows:
+    if not num_kept:
         raise UserError(f"no row of data.sources {section.sources} can be used: {report.summary()}")
-    return rows, report
 
 
-def _rendered(
-    conversations: list[Prompt],
-    section: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
-    report: PromptReport,
-) -> Iterator[dict[str, Any]]:
-    for c in conversations:
-        try:
-            row = (
-                _given(c, section, len(tokenizer)) if "ids" in c else _render(c, section, tokenizer)
-            )
-        except BadRow as bad:
-            report.kept[c["source"]] -= 1
-            report.drop(bad.reason, f"{c['source']} id {c['id']}", c["messages"])
-            continue
-        result = {
-            "id": c["id"],
-            "ids": row.ids,
-            "spans": spans_of(row.mask),
-            "finish": "stop",
-            "messages": c["messages"],
-        }
-        yield result | ({"tools": c["tools"]} if "tools" in c else {})
+def render_row(
+    c: Prompt, settings: tuple[DataSection, PreTrainedTokenizerBase]
+) -> dict[str, Any] | BadRow:
+    """One row, or why there is none."""
+    section, tokenizer = settings
+    try:
+        row = _given(c, section, len(tokenizer)) if "ids" in c else _render(c, section, tokenizer)
+    except BadRow as bad:
+        return bad
+    result = {
+        "id": c["id"],
+        "ids": row.ids,
+        "spans": spans_of(row.mask),
+        "finish": "stop",
+        "messages": c["messages"],
+    }
+    return result | ({"tools": c["tools"]} if "tools" in c else {})
 
 
 def _render(c: Prompt, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Row:

@@ -15,20 +15,19 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from ssl import SSLContext
 from time import monotonic, perf_counter, sleep
 from typing import Any, Literal
 
 import httpx
 
+from data.http_calls import async_client, tls_context
 from eval.engine_metrics import EngineRounds, sglang_rounds, vllm_rounds
 from recipes.errors import UserError
 
 EngineName = Literal["vllm", "sglang"]
 Prompt = list[int] | list[dict[str, Any]]  # token ids, or messages for the chat API
-REQUEST_TIMEOUT = httpx.Timeout(600, connect=10)
+REQUEST_SECONDS = 600.0
 START_TIMEOUT = 900  # seconds that a server may take to load
 
 
@@ -80,12 +79,6 @@ class Answer:
         return self.last - self.first
 
 
-@cache
-def _tls() -> SSLContext:
-    """Made once: reading the certificates takes longer than a short request."""
-    return httpx.create_ssl_context()
-
-
 def attach(engine: EngineName, url: str) -> Server:
     """Find out what a running server is.
 
@@ -95,7 +88,7 @@ def attach(engine: EngineName, url: str) -> Server:
     url = url.rstrip("/").removesuffix("/v1")
     paths = {"vllm": "/version", "sglang": "/server_info"}
     try:
-        with httpx.Client(base_url=url, timeout=30, verify=_tls()) as client:
+        with httpx.Client(base_url=url, timeout=30, verify=tls_context()) as client:
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
             about = client.get(paths[engine])
             if engine == "sglang" and about.status_code == httpx.codes.NOT_FOUND:
@@ -110,7 +103,7 @@ def metrics_text(server: Server) -> str:
     """The text of /metrics, empty where the server has none."""
     try:
         response = httpx.get(
-            f"{server.url}/metrics", timeout=30, follow_redirects=True, verify=_tls()
+            f"{server.url}/metrics", timeout=30, follow_redirects=True, verify=tls_context()
         )
     except httpx.HTTPError:
         return ""
@@ -164,7 +157,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) ->
             last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
             raise UserError(f"vLLM ended while starting: {' '.join(last)} (all of it: {log})")
         try:
-            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5, verify=_tls()).is_success:
+            if httpx.get(
+                f"http://127.0.0.1:{port}/health", timeout=5, verify=tls_context()
+            ).is_success:
                 return
         except httpx.HTTPError:
             pass
@@ -199,9 +194,8 @@ def ask_all(
 async def _ask_all(
     server: Server, prompts: Sequence[Prompt], request: Request, concurrency: int
 ) -> tuple[list[Answer], float]:
-    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     slots = asyncio.Semaphore(concurrency)
-    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT, limits=limits, verify=_tls()) as client:
+    async with async_client(concurrency, REQUEST_SECONDS) as client:
 
         async def one(prompt: Prompt) -> Answer:
             async with slots:

@@ -28,6 +28,33 @@ Column = Literal[
 """Names that a row's fields have here; `role` and `content` are those of a message."""
 
 
+class ServerSection(Section):
+    """A running server that answers the prompts in place of the local target."""
+
+    url: str = Field(
+        pattern="^https?://", description="of the server, e.g. http://host:8000; no default"
+    )
+    model: str | None = Field(
+        default=None, description="name the server knows the target by; null = its first one"
+    )
+    api: Literal["completions", "generate", "chat"] = Field(
+        default="completions",
+        description="completions: token ids in and out (vLLM), exact; generate: the same with "
+        "SGLang's own; chat: any OpenAI-compatible server, answers come as text and tool calls",
+    )
+    api_key_env: str | None = Field(
+        default=None, description="environment variable that holds the key; null = none is sent"
+    )
+    concurrency: Count = Field(
+        default=64, description="conversations in flight; a server batches what it has"
+    )
+    timeout: Positive = Field(default=600.0, description="seconds an answer may take")
+    retries: CountOrZero = Field(
+        default=5,
+        description="further tries after a failed request, 1, 2, 4, ... seconds apart (60 at most)",
+    )
+
+
 class DataSection(Section):
     """Prompts, the target's answers to them, and the rows made of both."""
 
@@ -53,6 +80,12 @@ class DataSection(Section):
         default=True,
         description="the target answers again: a drafter learns the target's own text; false "
         "keeps the answers of the source",
+    )
+    server: ServerSection | None = Field(
+        default=None, description="where the answers come from; null = the target, loaded here"
+    )
+    max_turns: Count = Field(
+        default=4, description="user turns of a conversation answered again, one after another"
     )
     max_length: Count = Field(default=2048, description="tokens a row, as EAGLE-3; longer is cut")
     max_prompt_tokens: Count = Field(default=1024, description="tokens; longer prompts are dropped")
@@ -82,8 +115,14 @@ class DataSection(Section):
         description="cached states: stored while answers are generated (nearly free), or in a "
         "forward pass of their own",
     )
-    states_dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="of cached states; bfloat16 halves the disk"
+    states_dtype: Literal["bfloat16", "float32", "float8_e4m3", "int8"] = Field(
+        default="bfloat16",
+        description="of cached states; the last two halve bfloat16's disk, with one scale for "
+        "each layer of each token",
+    )
+    num_workers: CountOrZero = Field(
+        default=0,
+        description="processes that render and tokenise answers of the source; 0 = none of its own",
     )
     keep_truncated: bool = Field(
         default=True, description="keep answers cut at max_new_tokens, without an end of turn"
@@ -150,4 +189,8 @@ class DataSection(Section):
                 "capture: generate needs regenerate: true; for answers of the source set "
                 "capture: pass"
             )
+        if self.states == "cached" and self.capture == "generate" and self.server is not None:
+            raise ValueError("a data.server keeps no states of its answers: set capture: pass")
+        if self.server is not None and not self.regenerate:
+            raise ValueError("data.server answers again, so it needs regenerate: true")
         return self

@@ -36,7 +36,7 @@ def test_rows_are_what_the_target_saw_and_wrote(tmp_path: Path, target: Target) 
     assert len(prepared.train) + len(prepared.heldout) == 8 and len(prepared.heldout) == 2
     by_id = {r["id"]: r for r in map(json.loads, responses(recipe))}
     for row in prepared.train:
-        r = by_id[row.id]
+        (r,) = by_id[row.id]["answers"]
         assert row.ids_S.tolist() == r["prompt_ids"] + r["answer_ids"]
         assert row.mask_S.tolist() == [False] * len(r["prompt_ids"]) + [True] * len(r["answer_ids"])
     assert 0 < prepared.report["supervised_share"] < 1
@@ -92,14 +92,19 @@ def test_p26_changed_settings_rebuild_and_the_rest_is_kept(tmp_path: Path, targe
     assert sizes == [128, 264]
     assert responses(smoke(tmp_path)) == before
     prepare(smoke(tmp_path, "data.max_new_tokens=4"), target)
-    assert all(len(json.loads(r)["answer_ids"]) <= 4 for r in responses(smoke(tmp_path)))
+    assert all(
+        len(a["answer_ids"]) <= 4
+        for r in responses(smoke(tmp_path))
+        for a in json.loads(r)["answers"]
+    )
 
 
 def test_truncated_answers_are_kept_or_dropped_by_option(tmp_path: Path, target: Target) -> None:
     kept = prepare(smoke(tmp_path), target)
     assert kept.report["num_truncated"] > 0
     cut = [json.loads(r) for r in responses(smoke(tmp_path))]
-    assert all(r["answer_ids"][-1] not in target.eos_ids for r in cut if r["finish"] == "length")
+    last = [(r["answers"][-1]["answer_ids"][-1], r["finish"]) for r in cut]
+    assert all(token not in target.eos_ids for token, finish in last if finish == "length")
     whole = sum(r["finish"] == "stop" for r in cut)
     if whole:
         dropped = prepare(smoke(tmp_path, "data.keep_truncated=false"), target)
@@ -126,7 +131,7 @@ def test_answers_of_the_source_without_regeneration(tmp_path: Path, target: Targ
         tmp_path, "data.regenerate=false", f"data.sources=[{source}]", "data.capture=pass"
     )
     prepared = prepare(recipe, target)
-    rows = prepared.train + prepared.heldout
+    rows = [*prepared.train, *prepared.heldout]
     assert len(rows) == 6
     texts = {target.tokenizer.decode(r.ids_S[r.mask_S]) for r in rows}
     assert texts == {"aaaaaaaaa<|im_end|>"}
@@ -144,7 +149,7 @@ def test_damaged_shard_is_named(tmp_path: Path, target: Target) -> None:
     prepare(recipe, target)
     shard = next((recipe.run_dir / "data/states").glob("shard-*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"shard-00000.safetensors is damaged"):
+    with pytest.raises(UserError, match=r"shard-000-00000.safetensors is damaged"):
         prepare(recipe, target)
 
 

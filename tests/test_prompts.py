@@ -12,10 +12,11 @@ from data.benchmarks import BENCHMARKS, benchmark_ngrams, read_prompt_file
 from data.book import book_prompts, book_size
 from data.book_code import code_tasks
 from data.prompt_rows import cut_prompt, ngrams, prompt_ngrams
-from data.prompts import load_prompts, magpie_count, split_heldout
+from data.prompts import magpie_count, split_heldout
 from data.sources import read_rows
 from recipes.data_section import DataSection
 from recipes.errors import UserError
+from tests.prompt_lists import load_prompts
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from data.embedded import byte_tokenizer
-from data.regenerate import Answer, Request, _Places, generate, magpie_prefix
+from data.regenerate import Answer, MagpiePrompt, Request, _Places, generate, magpie_prompt
 from data.target import Target
 from recipes.schema import TargetSection
 from tests.tiny_targets import tiny_target
@@ -238,5 +238,61 @@ def test_request_that_fills_its_place_exactly_fits(target):
     assert (len(answer.ids), answer.finish, len(answer.states.lse_S)) == (18, "length", 48)
 
 
-def test_magpie_prefix_ends_where_the_users_words_begin(target):
-    assert byte_tokenizer().decode(magpie_prefix(target)) == "<|im_start|>user\n"
+def test_magpie_prompt_ends_where_the_users_words_begin(target):
+    asked = magpie_prompt(target)
+    assert byte_tokenizer().decode(asked.ids) == "<|im_start|>user\n"
+    assert asked.stop_ids == (257,)  # <|im_end|>
+
+
+@pytest.mark.parametrize(
+    ("template", "stops", "closing"),
+    [
+        ("{{ messages[0]['content'] }}<|im_end|>\n<|im_start|>assistant\n", (257,), ""),
+        ("[INST] {{ messages[0]['content'] }} [/INST]", (), "[/INST]"),
+        ("User: {{ messages[0]['content'] }}\n\nAssistant:", (), "Assistant:"),
+    ],
+)
+def test_magpie_knows_what_ends_a_users_turn(target, template, stops, closing, monkeypatch):
+    # Where no end-of-sequence token stands behind the user's words, what does must end them.
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    asked = magpie_prompt(target)
+    assert (asked.stop_ids, asked.closing) == (stops, closing)
+
+
+def test_magpie_words_end_where_the_template_goes_on():
+    by_text = MagpiePrompt([], (), "[/INST]")
+    assert by_text.cut("What is a leap year? [/INST] A year", False) == (
+        "What is a leap year?",
+        True,
+    )
+    assert by_text.cut("What is a leap", False) == ("What is a leap", False)
+    assert MagpiePrompt([], (257,), "").cut(" Hi there ", True) == ("Hi there", True)
+
+
+def test_a_requests_own_stop_ids_end_it(target):
+    eos_ids, target.eos_ids = target.eos_ids, []
+    try:
+        request = Request(id="x", prompt_ids=[5, 6], max_new_tokens=12)
+        free = run(target, [request], 1)["x"].ids
+        stopped = Request(**{**vars(request), "stop_ids": (free[3],)})
+        answer = run(target, [stopped], 1)["x"]
+    finally:
+        target.eos_ids = eos_ids
+    assert answer.ids == free[: free.index(free[3]) + 1] and answer.finish == "stop"
+
+
+def test_requests_that_come_late_are_answered_alike(target):
+    # None = nothing to ask until an answer is out, as with the later turns of a conversation.
+    work, ready = requests(9), requests(9)[:3]
+    waiting = {f"r{i}": work[i + 3] for i in range(6)}
+
+    def queue():
+        while ready or waiting:
+            yield ready.pop() if ready else None
+
+    answers = {}
+    for answer in generate(target, queue(), 4, MAX_LENGTH, capture=LAYERS):
+        answers[answer.request.id] = answer.ids
+        if answer.request.id in waiting:
+            ready.append(waiting.pop(answer.request.id))
+    assert answers == {k: v.ids for k, v in run(target, work).items()}

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from data.answers import read_jsonl
+from data.json_lines import read_lines
 from data.batch import Batch, Row, collate
 from data.pipeline import prepare
 from data.target import Target
@@ -361,4 +361,4 @@ def test_states_without_captured_layers_are_stored_and_read(capture: str, tmp_pa
     # The last position of an answer that was cut short is never run over while it is written.
     n = len(row.ids_S) - 1
     torch.testing.assert_close(states.hidden_SH[:n], online.hidden_BSH[0, :n], rtol=1e-4, atol=1e-4)
-    assert len(read_jsonl(recipe.run_dir / "data" / "responses.jsonl")) == 8
+    assert len(list(read_lines(recipe.run_dir / "data" / "responses.jsonl"))) == 8

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from data.conversations import BadRow, normalize
-from data.prompts import load_prompts
-from data.source_rows import rows_of_source, spans_of
+from data.source_rows import spans_of
 from data.sources import read_rows, shuffled_rows
 from recipes.data_section import DataSection
 from recipes.errors import UserError
 from tests.chat_tokenizers import CHATML, QWEN3, chat_tokenizer
+from tests.prompt_lists import load_prompts, load_rows
 
 USER = {"role": "user", "content": "alpha"}
 ANSWER = {"role": "assistant", "content": "beta"}
@@ -117,7 +117,7 @@ def test_rows_of_tokens_keep_their_mask(tmp_path: Path) -> None:
     ]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     limits = section(path, max_length=5, max_prompt_tokens=4)
-    found, report = rows_of_source(limits, chat_tokenizer(CHATML))
+    found, report = load_rows(limits, chat_tokenizer(CHATML))
     by_ids = {tuple(row["ids"]): row["spans"] for row in found}
     assert by_ids == {(5, 6, 7, 8): [[1, 3]], (5, 6, 7): [[2, 3]]}
     assert report.drops == {
@@ -132,7 +132,7 @@ def test_rows_of_tokens_keep_their_mask(tmp_path: Path) -> None:
 def test_p07_p12_bad_rows_are_counted_with_samples_and_the_run_goes_on(tmp_path: Path) -> None:
     rows = [good(1), {"messages": [ANSWER, USER]}, {"messages": []}, {**good(2), "tools": "[{"}]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    found, report = rows_of_source(section(path), chat_tokenizer(CHATML))
+    found, report = load_rows(section(path), chat_tokenizer(CHATML))
     assert [row["messages"][0]["content"] for row in found] == ["alpha 1"]
     assert report.drops == {
         "starts with the turn of the assistant": 1,
@@ -161,7 +161,7 @@ def test_too_many_bad_rows_stop_the_run(tmp_path: Path) -> None:
     refused = chat_tokenizer(CHATML)
     refused.chat_template = "{{ raise_exception('never') }}"
     with pytest.raises(UserError, match="refused by the chat template: never"):
-        rows_of_source(section(path), refused)
+        load_rows(section(path), refused)
 
 
 def test_supervise_and_thinking_reach_the_rows(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_supervise_and_thinking_reach_the_rows(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(QWEN3)
 
     def learned(**values: Any) -> list[str]:
-        (row,), _ = rows_of_source(section(path, **values), tokenizer)
+        (row,), _ = load_rows(section(path, **values), tokenizer)
         return [tokenizer.decode(row["ids"][a:b]) for a, b in row["spans"]]
 
     thought = "<think>\nhm\n</think>\n\ndelta<|im_end|>"
@@ -225,5 +225,5 @@ def test_tokens_are_not_compared_with_tasks_and_that_is_said(
     path = write_jsonl(tmp_path / "rows.jsonl", [{"ids": [5, 6], "mask": [0, 1]}])
     task = write_jsonl(tmp_path / "task.jsonl", [{"prompt": "a b c"}])
     with caplog.at_level(logging.WARNING, "draftsmith"):
-        rows_of_source(section(path, decontaminate=[str(task)]), chat_tokenizer(CHATML))
+        load_rows(section(path, decontaminate=[str(task)]), chat_tokenizer(CHATML))
     assert "1 rows came as tokens: not compared" in caplog.text
