@@ -17,7 +17,7 @@ from drafters.base import TrainedDrafter
 from drafters.eagle1 import Eagle1, Eagle1Config
 from drafters.export_form import ExportForm, Form
 from drafters.export_info import TargetInfo
-from drafters.shape import layer_shape
+from drafters.shape import layer_shape, require_plain_layer
 from recipes.drafter_sections import Eagle1Section
 from recipes.errors import UserError
 
@@ -44,6 +44,7 @@ def initialize(drafter: Eagle1, section: Eagle1Section, target: Target) -> None:
     """First weights: random, or the target's last layer fed by the feature alone."""
     if section.init != "target":
         return
+    require_plain_layer(target)
     source = target.decoder.layers[-1].state_dict()
     H = drafter.config.hidden_size
     drafter.fc.weight.zero_()

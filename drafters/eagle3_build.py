@@ -10,7 +10,7 @@ import torch
 from data.target import Target
 from drafters.eagle3 import Eagle3, Eagle3Config
 from drafters.p_eagle import PEagleConfig
-from drafters.shape import layer_shape, mask_token_of
+from drafters.shape import layer_shape, mask_token_of, norm_weight, require_plain_layer
 from recipes.drafter_sections import Eagle3Section, EagleLayers, PEagleSection
 from recipes.errors import UserError
 
@@ -61,7 +61,7 @@ def initialize(drafter: Eagle3, section: EagleLayers, target: Target) -> None:
     """First weights that come from the target, over random ones; d2t is set already."""
     if section.head_init == "target":
         drafter.lm_head.weight.copy_(target.head_weight_VH[drafter.draft_ids_D.to(target.device)])
-        drafter.norm.weight.copy_(target.decoder.norm.weight)
+        drafter.norm.weight.copy_(norm_weight(target.decoder.norm))
     if section.init == "target":
         _warm_start(drafter, target)
     drafter.lm_head.weight.requires_grad_(section.train_head)
@@ -73,6 +73,7 @@ def _warm_start(drafter: Eagle3, target: Target) -> None:
     fc passes that state through; the first layer's half for the state is the target's last layer,
     its half for the embedding stays random; deeper layers copy the last layer as it is.
     """
+    require_plain_layer(target)
     source = target.decoder.layers[-1].state_dict()
     H = drafter.config.hidden_size
     drafter.fc.weight.zero_()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
 
 from data.batch import Batch, Row, collate
 from data.target import Target
@@ -17,13 +18,12 @@ from data.vocab import DraftVocab
 from drafters.anchors import anchors_of
 from drafters.base import TrainedDrafter
 from drafters.export_info import TargetInfo
-from drafters.layers import rotary_table
-from drafters.methods import METHODS, build_drafter
+from drafters.methods import METHODS, build_drafter, build_on_meta
 from drafters.vllm_format import load, save
 from eval.decode import DecodeSettings, decode
-from recipes.schema import LossSection
+from recipes.schema import LossSection, load_recipe
 from tests.test_drafter_family import SECTIONS
-from tests.tiny_exports import ORIGIN
+from tests.tiny_exports import ORIGIN, ROOT
 from tests.tiny_targets import tiny_target
 from train.distiller import Distiller
 from train.loop import with_states
@@ -114,3 +114,66 @@ def test_trains_decodes_and_exports(
     loaded = load(tmp_path / "export", info)
     loaded.use_target(target)
     torch.testing.assert_close(head_inputs(loaded, batch), head_inputs(drafter, batch))
+
+
+# As the config.json of these targets on the hub says.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-8B": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+    ).to_dict(),
+    "meta-llama/Llama-3.1-8B-Instruct": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_parameters={**LLAMA3_ROPE, "original_max_position_embeddings": 8192},
+    ).to_dict(),
+    "embedded:smollm2-135m": LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ).to_dict(),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("llama3", 424.69),  # fc 50.33, attention 67.11, MLP 176.16, head 131.07, norms 0.02
+        ("qwen3", 399.52),
+        ("qwen3_peagle", 978.37),
+        ("qwen3_medusa", 672.67),
+        ("smollm2", 9.81),
+        ("smollm2_peagle", 9.81),
+        ("smollm2_medusa", 29.31),
+        ("smollm2_eagle1", 4.20),
+        ("smollm2_mtp", 4.21),
+    ],
+)
+def test_shipped_recipes_fit_their_targets(name: str, millions: float) -> None:
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml")
+    section, target = recipe.drafter, PUBLISHED[recipe.target.model]
+    n, vocab_size = target["num_hidden_layers"], target["vocab_size"]
+    aux = tuple(section.aux_layers or section.default_aux_layers(n))
+    assert max(aux) <= n
+    drafter = build_on_meta(section, target, aux, section.draft_vocab_size or vocab_size)
+    if section.method == "eagle3":
+        assert aux == (2, n // 2, n - 3) or recipe.target.model.startswith("embedded")
+    num = sum(p.numel() for p in drafter.parameters())
+    assert num / 1e6 == pytest.approx(millions, abs=0.01)
+    assert METHODS[section.method].form.faults(drafter.config) == []

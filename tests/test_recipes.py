@@ -42,13 +42,22 @@ def test_shipped_recipe_loads_and_round_trips(path, tmp_path):
 
 def test_shipped_recipes_are_all_here():
     assert [path.stem for path in SHIPPED] == [
+        "llama3",
         "qwen3",
         "qwen3_dflash",
         "qwen3_dspark",
+        "qwen3_medusa",
+        "qwen3_peagle",
+        "qwen3_small",
         "smoke",
         "smollm2",
         "smollm2_dflash",
         "smollm2_dspark",
+        "smollm2_eagle1",
+        "smollm2_medusa",
+        "smollm2_mtp",
+        "smollm2_peagle",
+        "smollm2_small",
     ]
     assert [path.stem for path in LAUNCHERS] == ["cpu", "ddp", "zero1", "zero2"]
 
