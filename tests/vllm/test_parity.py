@@ -32,7 +32,9 @@ from recipes.drafter_sections import (
     Eagle1Section,
     Eagle3Section,
     MedusaSection,
+    PardSection,
     PEagleSection,
+    SmallLMSection,
 )
 from tests.tiny_exports import edit_config, edit_tensors
 from tests.vllm.ours_half import (
@@ -83,6 +85,10 @@ CASES = {
     "eagle1": trained(Eagle1Section()),
     "medusa": trained(MedusaSection(num_heads=NUM_DRAFT)),
     "medusa_own_heads": trained(MedusaSection(num_heads=NUM_DRAFT, shared_head=False)),
+    "small_lm": trained(SmallLMSection(num_layers=2)),
+    "small_lm_qwen3": trained(SmallLMSection(num_layers=2), target="qwen3"),
+    "pard": trained(PardSection(num_layers=2, mask_token_id=300)),
+    "pard_qwen3": trained(PardSection(num_layers=2, mask_token_id=300), target="qwen3"),
     "ngram": ngram(),
 }
 
