@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -50,18 +51,24 @@ def rotary_table(
     They are as wide as what is rotated: `partial_rotary_factor` may leave part of a head as it is.
     Made on the CPU also where weights are built on meta. Keep it out of the module (in a list):
     casting a drafter to bf16 must not round it.
+
+    Raises:
+        KeyError, TypeError, ValueError: no scaling has these parameters.
     """
     factor = float(rope_parameters.get("partial_rotary_factor") or 1.0)
     default = (
         rope_parameters.get("rope_type", "default") == "default"
     )  # the others do it themselves
-    config = LlamaConfig(
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        head_dim=int(head_dim * factor) if default else head_dim,
-        max_position_embeddings=max_position_embeddings,
-        rope_parameters=dict(rope_parameters),
-    )
+    try:
+        config = LlamaConfig(
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            head_dim=int(head_dim * factor) if default else head_dim,
+            max_position_embeddings=max_position_embeddings,
+            rope_parameters=dict(rope_parameters),
+        )
+    except StrictDataclassError as error:
+        raise ValueError(f"rope_parameters {rope_parameters}: {error}") from error
     with torch.device("cpu"):
         return LlamaRotaryEmbedding(config)
 

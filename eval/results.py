@@ -17,10 +17,10 @@ from data.files import read_json, stable_hash
 from data.provenance import ROOT, git_state, hardware, versions
 from data.target import Target, resolve_device, resolve_dtype
 from drafters.base import DecodingDrafter
-from drafters.export_info import TargetInfo, load_info
+from drafters.export_info import CARD
+from drafters.foreign import describe, load_any
 from drafters.lookup import UNTRAINED, Lookup, LookupThen
 from drafters.suffix import Suffix
-from drafters.vllm_format import load
 from eval.lossless import GreedyComparison, pit_p_value
 from eval.measure import ORACLE_OF, Measured
 from eval.record import SCHEMA, ResultRecord, validate
@@ -79,7 +79,8 @@ def make_drafters(plan: Plan, target: Target, names: Sequence[str]) -> dict[str,
     """The named drafters, in the target's dtype and on its device.
 
     Raises:
-        UserError: there is no export, or it was made for another target.
+        UserError: there is no drafter in the folder (ours, or one that drafters.foreign reads), or
+            it was made for another target.
     """
     section = plan.recipe.eval
     lookup = Lookup(section.lookup_min, section.lookup_max)
@@ -87,7 +88,7 @@ def make_drafters(plan: Plan, target: Target, names: Sequence[str]) -> dict[str,
     untrained: dict[str, DecodingDrafter] = {"lookup": lookup, "suffix": suffix}
     if set(names) <= untrained.keys():
         return {name: untrained[name] for name in names}
-    drafter = load(plan.export, TargetInfo.of(target), target.dtype)
+    drafter = load_any(plan.export, target, target.dtype)
     drafter.to(target.device).eval()
     drafter.use_target(target)
     known: dict[str, DecodingDrafter] = {
@@ -160,11 +161,12 @@ def train_minutes(run_dir: Path) -> float | None:
 
 def make_identity(plan: Plan, target: Target, name: str) -> dict[str, Any]:
     """Who was measured on what; `name` is one of eval.drafters."""
-    num_params, num_tokens, method = 0, 0, name
+    num_params, method = 0, name
+    num_tokens: int | None = 0
     if name not in UNTRAINED:
-        num_params = sum(p.numel() for p in load(plan.export).parameters())
-        info = load_info(plan.export)
-        num_tokens, method = info["num_trained_tokens"], name.replace("drafter", info["method"])
+        num_params = sum(p.numel() for p in load_any(plan.export, target).parameters())
+        info = describe(plan.export)
+        num_tokens, method = info.num_trained_tokens, name.replace("drafter", info.method)
     git, machine = git_state(ROOT), hardware()
     commit = git["commit"] and git["commit"] + ("-dirty" if git["dirty"] else "")
     chips = machine["gpus"] if target.device.type == "cuda" else []
@@ -186,7 +188,8 @@ def make_identity(plan: Plan, target: Target, name: str) -> dict[str, Any]:
 def is_done(plan: Plan, name: str, temperature: float, tasks: Sequence[Task]) -> bool:
     """Whether a result is newer than the export and was measured with these settings."""
     path = result_path(plan, name, temperature)
-    exported = [file.stat().st_mtime for file in plan.export.glob("*") if file.is_file()]
+    files = [file for file in plan.export.glob("*") if file.is_file() and file.name != CARD]
+    exported = [file.stat().st_mtime for file in files]
     if not path.is_file() or path.stat().st_mtime < max(exported, default=0.0):
         return False
     record, section = read_json(path), plan.recipe.eval

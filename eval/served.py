@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from data import embedded
 from data.conversations import render_prompt
 from data.files import stable_hash, write_json
-from drafters.export_info import load_info
+from drafters.foreign import describe
 from drafters.methods import METHODS
 from eval.engine_metrics import sglang_gauges, vllm_counters
 from eval.engines import (
@@ -140,7 +140,7 @@ def speculative_config(plan: Plan) -> dict[str, Any]:
     sampled = plan.recipe.eval.draft_sampling == "sampled"
     return {
         "model": str(plan.export),
-        **METHODS[load_info(plan.export)["method"]].form.engine,
+        **METHODS[describe(plan.export).method].form.engine,
         "num_speculative_tokens": plan.recipe.eval.num_draft_tokens,
         "draft_sample_method": "probabilistic" if sampled else "greedy",
     }

@@ -7,6 +7,7 @@ gives is served.output_tokens_per_second.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from transformers import AutoConfig
 from data import embedded
 from data.provenance import ROOT, git_state, hardware, versions
 from data.target import revision_of
-from drafters.export_info import load_info
+from drafters.export_info import INFO
+from drafters.foreign import describe
 from drafters.vllm_format import load
 from eval import metrics
 from eval.engine_metrics import OurRounds, ServerCounters, in_our_terms
@@ -87,9 +89,16 @@ def _identical(found: dict[str, Any], settings: dict[str, Any], temperature: flo
     return f"{sum(int(a) for a, _ in pairs)}/{sum(int(b) for _, b in pairs)}"
 
 
+def _num_params(export: Path) -> int | None:
+    """Of an export of ours; somebody else's folder is not read without its target."""
+    if not (export / INFO).is_file():
+        return None
+    return sum(p.numel() for p in load(export).parameters())
+
+
 def make_identity(plan: Plan, server: Server) -> dict[str, Any]:
     """What was measured. An attached server's drafter is whatever it was started with."""
-    info, path = load_info(plan.export), embedded.resolve(plan.recipe.target.model)
+    info, path = describe(plan.export), embedded.resolve(plan.recipe.target.model)
     config = AutoConfig.from_pretrained(
         path, revision=plan.recipe.target.revision,
         trust_remote_code=plan.recipe.target.trust_remote_code,
@@ -99,9 +108,9 @@ def make_identity(plan: Plan, server: Server) -> dict[str, Any]:
         "target": plan.recipe.target.model,
         "target_revision": revision_of(path, config),
         "drafter": plan.name,
-        "method": info["method"],
-        "drafter_params": sum(p.numel() for p in load(plan.export).parameters()),
-        "trained_tokens": info["num_trained_tokens"],
+        "method": info.method,
+        "drafter_params": _num_params(plan.export),
+        "trained_tokens": info.num_trained_tokens,
         "commit": git["commit"] and git["commit"] + ("-dirty" if git["dirty"] else ""),
         "versions": {key: value for key, value in versions().items() if value}
         | {server.engine: server.version},
