@@ -5,6 +5,7 @@ Examples:
     accelerate launch train/distill.py recipes/smollm2.yaml train.lr=5e-4 --resume
     accelerate launch --config_file recipes/accelerate/ddp.yaml train/distill.py recipes/qwen3.yaml
     python train/distill.py recipes/qwen3.yaml --dry-run
+    python train/distill.py recipes/qwen3.yaml --estimate 8xH100
 """
 
 import argparse
@@ -32,6 +33,11 @@ def main() -> int:
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be done, and touch nothing"
     )
+    parser.add_argument(
+        "--estimate",
+        metavar="GPU",
+        help="print hours and memory on this GPU, e.g. H100 or 8xH100, and touch nothing",
+    )
     args = parser.parse_intermixed_args()
     try:
         recipe = load_recipe(args.recipe, args.overrides)
@@ -39,6 +45,11 @@ def main() -> int:
             from train.plan import describe
 
             print(describe(recipe))
+            return 0
+        if args.estimate:
+            from train.gpu_hours import estimate
+
+            print(estimate(recipe, args.estimate))
             return 0
         from train.loop import Interrupted
         from train.run import run

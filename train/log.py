@@ -156,9 +156,10 @@ class WandbSink:
                 ),
             )
         except wandb.errors.Error as error:
+            reason = " ".join(str(error).split())
             raise UserError(
-                f"wandb did not start: {' '.join(str(error).split())}. Log in with `wandb login`, or set log.wandb=offline"
-                " (without network, and later: wandb sync)"
+                f"wandb did not start: {reason}. Log in with `wandb login`, or set "
+                "log.wandb=offline (without network, and later: wandb sync)"
             ) from error
         self.page, self.name = wandb.Html, recipe.name
 

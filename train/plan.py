@@ -1,21 +1,38 @@
 """What a run would do (`--dry-run`): sizes, steps, memory and disk, without touching anything.
 
-Dimension letters: C positions of a chunk, D draft vocabulary.
+Dimension letter: D draft vocabulary.
 """
 
 import math
 import os
+from dataclasses import dataclass
 
 from data.embedded import config_of
 from data.estimate import estimate_data
 from data.files import read_json
 from data.pipeline import data_dir
+from data.target import DTYPES, resolve_device, resolve_dtype
 from drafters.methods import build_on_meta
 from recipes.errors import UserError
 from recipes.schema import Recipe, dump_recipe
+from train.step_memory import Shape, StepMemory, step_memory
 
-ADAM_BYTES = 16  # fp32 weight, gradient and two moments of a trained parameter
-CHUNK_COPIES = 6  # logits, probabilities of both sides, gradient and work space
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a recipe comes to: rows and steps are upper bounds until its data is prepared.
+
+    num_head: parameters of the drafter's head. step_rows: rows of an optimizer step, all processes.
+    """
+
+    shape: Shape
+    num_head: int
+    num_layers: int
+    num_rows: int
+    step_rows: int
+    num_steps: int
+    world: int
+    memory: StepMemory
 
 
 def describe(recipe: Recipe) -> str:
@@ -28,42 +45,84 @@ def describe(recipe: Recipe) -> str:
     return "\n".join(parts)
 
 
-def _sizes(recipe: Recipe) -> str:
+def sizes_of(recipe: Recipe, on_gpu: bool | None = None) -> Sizes:
+    """Sizes by the target's config alone; nothing is loaded.
+
+    Args:
+        on_gpu: whether dtype "auto" is bf16; None = as on this machine.
+    """
     fields = config_of(recipe.target.model, recipe.target.revision)
-    n, hidden, vocab = (int(fields[k]) for k in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    n, vocab = int(fields["num_hidden_layers"]), int(fields["vocab_size"])
     aux = tuple(recipe.drafter.aux_layers or recipe.drafter.default_aux_layers(n))
     D = recipe.drafter.draft_vocab_size or vocab
     drafter = build_on_meta(recipe.drafter, fields, aux, D)
     counts = {name: p.numel() for name, p in drafter.named_parameters()}
     total, head = sum(counts.values()), counts.get("lm_head.weight", 0)
-    trained = total - (0 if recipe.drafter.trains_head else head)
-    target = _target_parameters(fields)
-    section, world = recipe.train, int(os.environ.get("WORLD_SIZE", "1"))
+    section, data = recipe.train, recipe.data
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     report = data_dir(recipe) / "report.json"
     rows = (
         read_json(report)["num_train_rows"]
         if report.exists()
-        else math.ceil(recipe.data.num_prompts * (1 - recipe.data.heldout_fraction))
+        else math.ceil(data.num_prompts * (1 - data.heldout_fraction))
     )
     step_rows = section.micro_batch_size * section.gradient_accumulation * world
-    steps = section.max_steps or math.ceil(rows * section.epochs / step_rows)
-    width = 2 if section.mixed_precision == "bf16" else 4
-    positions = section.micro_batch_size * recipe.data.max_length
-    chunk = recipe.loss.chunk_size * D * 4 * CHUNK_COPIES
-    layer_width = 8 * hidden + 3 * int(fields["intermediate_size"])
-    activations = positions * recipe.loss.num_steps * layer_width * width
-    target_bytes = target * (4 if recipe.target.dtype == "float32" else 2)
-    memory = trained * ADAM_BYTES + target_bytes + chunk + activations
+    dtype = recipe.target.dtype
+    if dtype == "auto" and on_gpu:
+        dtype = "bfloat16"
+    target_bytes = resolve_dtype(dtype, resolve_device(recipe.target.device)).itemsize
+    cached = data.states == "cached"
+    shape = Shape(
+        fields=fields,
+        aux_layers=aux,
+        draft_vocab_size=D,
+        num_parameters=total,
+        num_trained=total - (0 if recipe.drafter.trains_head else head),
+        target_parameters=_target_parameters(fields),
+        target_bytes=target_bytes,
+        states_bytes=DTYPES[data.states_dtype].itemsize if cached else target_bytes,
+        num_rows=max(1, section.batch_tokens // data.max_length)
+        if section.batch_tokens
+        else section.micro_batch_size,
+        length=data.max_length,
+    )
+    return Sizes(
+        shape=shape,
+        num_head=head,
+        num_layers=n,
+        num_rows=rows,
+        step_rows=step_rows,
+        num_steps=section.max_steps or math.ceil(rows * section.epochs / step_rows),
+        world=world,
+        memory=step_memory(recipe, shape),
+    )
+
+
+def memory_line(memory: StepMemory) -> str:
+    """The parts of a step's peak memory, for a person."""
+    how = "counted on shapes" if memory.counted else "roughly"
+    return (
+        f"memory a process at most, {how}: {memory.peak / 1e9:.2f} GB = drafter and optimizer "
+        f"{memory.weights / 1e9:.2f} + target {memory.target / 1e9:.2f} + batches "
+        f"{memory.batch / 1e9:.2f} + a step {memory.work / 1e9:.2f}"
+    )
+
+
+def _sizes(recipe: Recipe) -> str:
+    sizes, section = sizes_of(recipe), recipe.train
+    shape = sizes.shape
+    hidden, vocab = shape.fields["hidden_size"], shape.fields["vocab_size"]
     lines = [
-        f"target: {target / 1e6:,.1f}M parameters, {n} layers, hidden {hidden}, vocabulary {vocab}",
-        f"drafter: {total / 1e6:,.2f}M parameters ({trained / 1e6:,.2f}M trained, head "
-        f"{head / 1e6:,.2f}M), aux layers {list(aux)}, draft vocabulary {D}",
-        f"steps: {steps:,} of {step_rows} rows ({world} processes), at most"
+        f"target: {shape.target_parameters / 1e6:,.1f}M parameters, {sizes.num_layers} layers, "
+        f"hidden {hidden}, vocabulary {vocab}",
+        f"drafter: {shape.num_parameters / 1e6:,.2f}M parameters ({shape.num_trained / 1e6:,.2f}M "
+        f"trained, head {sizes.num_head / 1e6:,.2f}M), aux layers {list(shape.aux_layers)}, draft "
+        f"vocabulary {shape.draft_vocab_size}",
+        f"steps: {sizes.num_steps:,} of {sizes.step_rows} rows ({sizes.world} processes), at most"
         + (f"; stops after {section.max_minutes:g} minutes" if section.max_minutes else ""),
-        f"memory a process, roughly: {memory / 1e9:.2f} GB = optimizer "
-        f"{trained * ADAM_BYTES / 1e9:.2f} + target {target_bytes / 1e9:.2f} + logits of a chunk "
-        f"{chunk / 1e9:.2f} + activations {activations / 1e9:.2f}",
-        f"checkpoints on disk: {(section.keep_checkpoints + 1) * trained * 12 / 1e9:.2f} GB",
+        memory_line(sizes.memory),
+        f"checkpoints on disk: {(section.keep_checkpoints + 1) * shape.num_trained * 12 / 1e9:.2f} "
+        "GB",
     ]
     return "\n".join(lines)
 

@@ -20,12 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drafters.eagle3 import Eagle3
 from drafters.methods import METHODS
 from recipes.schema import Recipe
 from train.losses import LOSSES, LossOptions, linear_loss
 
-GRAD_BYTES = WEIGHT_BYTES = 4
+WEIGHT_BYTES = 4
 SUMMARY_POSITIONS = 256  # positions whose target logits exist together (data.hidden_states)
 
 
@@ -40,17 +39,20 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation and count what it returns."""
+        """Run an operation and count what it returns, if it was not there before."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._note(leaf, new=False)
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self.count(leaf)
+                self._note(leaf, new=True)
         return out
 
-    def count(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, once, until it dies."""
+    def _note(self, tensor: Tensor, new: bool) -> None:
+        """Remember a tensor's storage until it dies; count it if an operation made it."""
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage._cdata, storage.nbytes() if new else 0
         if key in self._known:
             return
 
@@ -67,10 +69,11 @@ class LiveBytes(TorchDispatchMode):
 class StepMemory:
     """Bytes of one process.
 
-    weights: fp32 weights of the drafter, its gradients and the optimizer's moments.
+    weights: fp32 weights of the drafter and the optimizer's moments.
     target: the frozen target, with the copy of the head's rows that the loss reads.
-    batch: tokens and states. work: the most that a step needs beside these three (activations,
-    logits of a chunk, gradients of the head); rough where `counted` is False.
+    batch: tokens and states of the step, and of those read ahead.
+    work: the most that a step needs beside these three (activations, logits of a chunk,
+    gradients); rough where `counted` is False.
     """
 
     weights: int
@@ -86,11 +89,16 @@ class StepMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the estimate needs of the target and of a batch; states_bytes: of a state's number."""
+    """What the estimate needs to know of drafter, target and batch.
+
+    num_parameters, num_trained: of the drafter. target_bytes, states_bytes: of one number.
+    """
 
     fields: dict[str, Any]
     aux_layers: tuple[int, ...]
     draft_vocab_size: int
+    num_parameters: int
+    num_trained: int
     target_parameters: int
     target_bytes: int
     states_bytes: int
@@ -101,42 +109,43 @@ class Shape:
 def step_memory(recipe: Recipe, shape: Shape) -> StepMemory:
     """The estimate for a batch whose every position is supervised, hence an upper bound.
 
-    Methods of the EAGLE-3 family are counted; of the others the activations are a rough formula.
+    EAGLE-3 is counted; of the other methods the activations are a rough formula.
     """
-    fields, D, H = shape.fields, shape.draft_vocab_size, int(shape.fields["hidden_size"])
-    method = METHODS[recipe.drafter.method]
-    with FakeTensorMode():
-        drafter: Any = method.drafter(
-            method.make_config(recipe.drafter, fields, shape.aux_layers, D)
-        )
-        trains_head = recipe.drafter.trains_head
-        parameters = dict(drafter.named_parameters())
-        if not trains_head and "lm_head.weight" in parameters:
-            parameters["lm_head.weight"].requires_grad_(False)
-        trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
-        moments = 2 if recipe.train.optimizer == "adamw8bit" else 8
-        whole = int(fields["vocab_size"]) == D
-        head_rows = 0 if whole else D * H * shape.target_bytes
-        positions = shape.num_rows * shape.length
-        num_states = H * (1 + len(shape.aux_layers))
-        work, counted = _formula(recipe, shape), False
-        # MTP and EAGLE-1 borrow modules of the target, which is not there.
-        if recipe.drafter.method in ("eagle3", "p_eagle") and isinstance(drafter, Eagle3):
-            work, counted = _run(recipe, shape, drafter), True
-    online = SUMMARY_POSITIONS * int(fields["vocab_size"]) * 4 * 3
-    if recipe.data.states == "online":
-        work = max(work, online)
+    section, H = recipe.train, int(shape.fields["hidden_size"])
+    vocab_size = int(shape.fields["vocab_size"])
+    # MTP, EAGLE-1 and small models borrow or load modules that are not there.
+    counted = recipe.drafter.method == "eagle3"
+    if counted:
+        with FakeTensorMode():
+            work = _run(recipe, shape)
+    else:
+        work = _formula(recipe, shape)
+    positions = shape.num_rows * shape.length
+    states = positions * H * (1 + len(shape.aux_layers)) * shape.states_bytes
+    ids = positions * 29  # ids, mask, lse, argmax, anchors
+    if recipe.data.states == "cached":
+        batches = (states + ids) * (1 + section.prefetch) * section.gradient_accumulation
+    else:
+        work = max(work, SUMMARY_POSITIONS * vocab_size * 4 * 3)
+        batches = (states + ids) * section.gradient_accumulation
+    moments = 2 if section.optimizer == "adamw8bit" else 8
+    head_rows = shape.draft_vocab_size * H if shape.draft_vocab_size != vocab_size else 0
     return StepMemory(
-        weights=sum(p.numel() for p in parameters.values()) * WEIGHT_BYTES + trained * moments,
-        target=shape.target_parameters * shape.target_bytes + head_rows,
-        batch=positions * (num_states * shape.states_bytes + 29),  # ids, mask, lse, argmax, anchors
+        weights=shape.num_parameters * WEIGHT_BYTES + shape.num_trained * moments,
+        target=(shape.target_parameters + head_rows) * shape.target_bytes,
+        batch=batches,
         work=work,
         counted=counted,
     )
 
 
-def _run(recipe: Recipe, shape: Shape, drafter: Eagle3) -> int:
+def _run(recipe: Recipe, shape: Shape) -> int:
     """The most that a forward and backward pass keep at once (under a FakeTensorMode)."""
+    method = METHODS[recipe.drafter.method]
+    drafter: Any = method.drafter(
+        method.make_config(recipe.drafter, shape.fields, shape.aux_layers, shape.draft_vocab_size)
+    )
+    drafter.lm_head.requires_grad_(recipe.drafter.trains_head)
     B, S, D = shape.num_rows, shape.length, shape.draft_vocab_size
     H, V = int(shape.fields["hidden_size"]), int(shape.fields["vocab_size"])
     num_depths, size = recipe.loss.num_steps, recipe.loss.chunk_size

@@ -1,0 +1,140 @@
+"""What a run will need, before it runs: memory against a real step, hours against hand counts."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.batch import Row, collate
+from data.target import Target
+from data.vocab import DraftVocab
+from drafters.methods import build_drafter
+from recipes.errors import UserError
+from recipes.schema import Recipe
+from tests.tiny_targets import tiny_target
+from train.distiller import Distiller
+from train.gpu_hours import COMPUTE_SHARE, estimate
+from train.plan import describe, sizes_of
+from train.step_memory import LiveBytes, Shape, step_memory
+from train.validate import with_states
+
+AUX = (1, 2, 3)
+
+
+def make_recipe(**train: object) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "toy",
+            "target": {"model": "random:qwen3-tiny", "dtype": "float32"},
+            "data": {
+                "sources": ["book"],
+                "num_prompts": 100,
+                "max_length": 384,
+                "max_prompt_tokens": 64,
+                "max_new_tokens": 320,
+            },
+            "drafter": {"method": "eagle3", "draft_vocab_size": 132},
+            "loss": {"num_steps": 4, "chunk_size": 100},
+            "train": train,
+        }
+    )
+
+
+def measured(recipe: Recipe, target: Target, length: int) -> int:
+    """Bytes that a real step of these sizes keeps at most, beside weights and batch."""
+    vocab = DraftVocab(torch.arange(0, 264, 2), 264)
+    drafter = build_drafter(recipe.drafter, target, AUX, vocab, seed=0)
+    distiller = Distiller(drafter, recipe.loss, vocab)
+    distiller.use_target(target)
+    if recipe.train.activation_checkpointing:
+        distiller.recompute_activations()
+    ids_S = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(0))
+    row = Row(id="a", ids_S=ids_S, mask_S=torch.ones(length, dtype=torch.bool))
+    batch = with_states(target, collate([row]), AUX)
+    with LiveBytes() as live:
+        distiller(batch)[0].backward()
+    return live.peak
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_peak_of_a_step_is_within_15_percent_of_a_real_one(checkpointing: bool) -> None:
+    recipe = make_recipe(activation_checkpointing=checkpointing)
+    recipe = recipe.model_copy(
+        update={"loss": recipe.loss.model_copy(update={"renormalize": False})}
+    )
+    target = tiny_target("qwen3", max_position_embeddings=512)
+    shape = Shape(
+        fields=target.config.to_dict(),
+        aux_layers=AUX,
+        draft_vocab_size=132,
+        num_parameters=0,
+        num_trained=0,
+        target_parameters=0,
+        target_bytes=4,
+        states_bytes=4,
+        num_rows=1,
+        length=384,
+    )
+    ratio = step_memory(recipe, shape).work / measured(recipe, target, 384)
+    assert 0.85 < ratio < 1.15
+
+
+def test_activation_checkpointing_keeps_less_and_gives_the_same_gradients() -> None:
+    target = tiny_target("qwen3", max_position_embeddings=512)
+    plain, lean = make_recipe(), make_recipe(activation_checkpointing=True)
+    assert measured(lean, target, 384) < 0.75 * measured(plain, target, 384)
+    found: list[dict[str, Tensor]] = []
+    vocab = DraftVocab(torch.arange(0, 264, 2), 264)
+    for recipe in (plain, lean):
+        drafter = build_drafter(recipe.drafter, target, AUX, vocab, seed=0)
+        distiller = Distiller(drafter, recipe.loss, vocab)
+        distiller.use_target(target)
+        if recipe.train.activation_checkpointing:
+            distiller.recompute_activations()
+        row = Row(id="a", ids_S=torch.arange(40), mask_S=torch.ones(40, dtype=torch.bool))
+        distiller(with_states(target, collate([row]), AUX))[0].backward()
+        found.append({n: p.grad for n, p in distiller.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 10
+    for name, grad in found[0].items():
+        assert torch.equal(found[1][name], grad), name
+
+
+def test_bytes_live_only_as_long_as_their_tensors() -> None:
+    given = torch.ones(1000)
+    with LiveBytes() as live:
+        view = given[:10]  # was there before
+        a = given + 1
+        b = a.view(10, 100)  # the same storage
+        del a
+        assert live.now == 4000
+        del b
+        assert live.now == 0
+        c = torch.zeros(10)
+    assert (live.now, live.peak) == (40, 4000)
+    assert view.shape == (10,) and c.shape == (10,)
+
+
+def test_dry_run_states_sizes_and_memory() -> None:
+    text = describe(make_recipe(max_steps=7))
+    sizes = sizes_of(make_recipe(max_steps=7))
+    assert "steps: 7 of 1 rows (1 processes)" in text
+    assert f"counted on shapes: {sizes.memory.peak / 1e9:.2f} GB" in text
+    shape = sizes.shape
+    # fp32 weights and two fp32 moments of what is trained.
+    assert sizes.memory.weights == 4 * shape.num_parameters + 8 * shape.num_trained
+    small = sizes_of(make_recipe(optimizer="adamw8bit")).memory.weights
+    assert small == 4 * shape.num_parameters + 2 * shape.num_trained
+
+
+def test_hours_on_a_gpu_that_is_not_there() -> None:
+    one = estimate(make_recipe(epochs=2), "h100")
+    assert "1 x H100 (NVIDIA H100 SXM datasheet): about" in one
+    assert "fits in 80 GB" in one
+    shape = sizes_of(make_recipe(), on_gpu=True).shape
+    head = 132 * int(shape.fields["hidden_size"])
+    a_token = 4 * (6 * (shape.num_parameters - head) + 6 * head) + 2 * head
+    rows = 95  # 5 of 100 are held out
+    hours = a_token * rows * 384 * 2 / (989e12 * COMPUTE_SHARE) / 3600
+    assert f"training {hours:.2g} h" in one
+    assert f"training {hours / 8:.2g} h" in estimate(make_recipe(epochs=2), "8xH100")
+    with pytest.raises(UserError, match="no such GPU; known are A100, H100"):
+        estimate(make_recipe(), "TPU")
