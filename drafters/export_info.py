@@ -13,6 +13,7 @@ from drafters.base import TrainedDrafter
 from recipes.errors import UserError
 
 INFO, CARD = "draftsmith.json", "README.md"
+WITH_TARGET = "-with-target"  # behind an export's name: where train/export.py --stitch writes
 LAYER_IDS = (
     "aux layer id k = residual stream of the target after k decoder layers, before its final norm "
     "(0 = embeddings, n = after the last of n layers); vLLM counts alike"
@@ -118,11 +119,16 @@ def serve_command(
 ) -> str:
     """The shell line that serves the target with this drafter.
 
-    `engine` always names the method: without it vLLM guesses one from the folder's path.
+    `engine` always names the method: without it vLLM guesses one from the folder's path. An MTP
+    layer is served from a copy of the target that it was joined to, so there is no model to name.
     """
     speculative = {"model": str(folder), **engine, "num_speculative_tokens": num_draft_tokens}
+    served = target.path
+    if engine["method"] == "mtp":
+        del speculative["model"]
+        served = f"{folder}{WITH_TARGET}"
     return (
-        f"vllm serve {shlex.quote(target.path)} "
+        f"vllm serve {shlex.quote(served)} "
         f"--speculative-config {shlex.quote(json.dumps(speculative))}"
     )
 

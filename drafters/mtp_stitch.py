@@ -50,11 +50,7 @@ def read_native(model: str, revision: str | None, names: list[str]) -> dict[str,
     Raises:
         UserError: the target brings none, or not all of them.
     """
-    folder = Path(embedded.resolve(model)).expanduser()
-    if not folder.is_dir():
-        folder = Path(
-            snapshot_download(model, revision=revision, allow_patterns=["*.safetensors*"])
-        )
+    folder = target_folder(model, revision)
     files = weight_map(folder)
     missing = [name for name in names if name not in files]
     if missing:
@@ -62,14 +58,23 @@ def read_native(model: str, revision: str | None, names: list[str]) -> dict[str,
             f"drafter.init 'native': {model} has no {missing[0]} ({len(missing)} of {len(names)} "
             "tensors of an MTP layer in MiMo's form are missing); use init: target or random"
         )
-    found = {}
+    found: dict[str, Tensor] = {}
     for file in sorted({files[name] for name in names}):
         with safe_open(folder / file, "pt") as tensors:
             found |= {n: tensors.get_tensor(n) for n in names if files[n] == file}
     return found
 
 
-def stitch(target_folder: str | Path, drafter_folder: str | Path, out: str | Path) -> None:
+def target_folder(model: str, revision: str | None) -> Path:
+    """Where a target's files lie; a hub model's weights are fetched if they are not there."""
+    folder = Path(embedded.resolve(model)).expanduser()
+    if folder.is_dir():
+        return folder
+    wanted = ["*.safetensors", "*.json", "*.py", "*.txt", "*.model", "*.jinja"]
+    return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
+
+
+def stitch(source: Path, drafter_folder: Path, out: Path) -> None:
     """Write a copy of the target with an exported MTP layer in it, as vLLM serves it.
 
     Serve it with `--speculative-config '{"method": "mtp", "num_speculative_tokens": K}'`; there is
@@ -80,12 +85,11 @@ def stitch(target_folder: str | Path, drafter_folder: str | Path, out: str | Pat
         UserError: the target has another shape than that form can hold, the layer is not for it,
             or `out` exists.
     """
-    source, out = Path(target_folder).expanduser(), Path(out)
     if out.exists():
         raise UserError(f"{out}: exists; name a folder that does not")
     config = read_json(source / "config.json")
     _require_served(config, source)
-    layer_config = read_json(Path(drafter_folder) / "config.json")
+    layer_config = read_json(drafter_folder / "config.json")
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         if layer_config.get(key) != config[key]:
             raise UserError(
@@ -93,7 +97,7 @@ def stitch(target_folder: str | Path, drafter_folder: str | Path, out: str | Pat
                 f"{config[key]}: the layer was trained for another target"
             )
     kind = DTYPES[config.get("dtype") or config.get("torch_dtype") or "float32"]
-    layer = load_file(Path(drafter_folder) / SINGLE)
+    layer = load_file(drafter_folder / SINGLE)
     added = {name: tensor.to(kind) for name, tensor in layer.items()}
     old = {n: f for n, f in weight_map(source).items() if not n.startswith(PREFIX)}
     rewritten = {f for n, f in weight_map(source).items() if n.startswith(PREFIX)}

@@ -13,15 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from data.embedded import byte_tokenizer
 from data.target import Target
 from data.vocab import DraftVocab
-from drafters.export_info import Origin, TargetInfo
-from drafters.methods import build_drafter
+from drafters.export_info import Origin, TargetInfo, serve_command
+from drafters.methods import METHODS, build_drafter
 from drafters.mtp import MTP
 from drafters.mtp_stitch import stitch
 from drafters.vllm_format import save
 from recipes.drafter_sections import MTPSection
 from recipes.errors import UserError
 from recipes.schema import TargetSection
-from tests.tiny_exports import ORIGIN
+from tests.tiny_exports import ORIGIN, TARGET
 from tests.tiny_targets import tiny_target
 
 BLOCK = "model.mtp_layers.0.self_attn.q_proj"
@@ -208,3 +208,11 @@ def test_targets_that_no_engine_serves_with_such_a_layer_are_refused(tmp_path, c
     with pytest.raises(UserError, match=message):
         stitch(folder, tmp_path / "export", tmp_path / "stitched")
     assert not (tmp_path / "stitched").exists()
+
+
+def test_the_line_that_serves_names_the_joined_target_and_no_model():
+    line = serve_command("runs/x/export", TARGET, METHODS["mtp"].form.engine, 2)
+    assert line == (
+        "vllm serve runs/x/export-with-target --speculative-config "
+        """'{"method": "mtp", "num_speculative_tokens": 2}'"""
+    )

@@ -59,7 +59,15 @@ def test_shipped_recipes_are_all_here():
         "smollm2_peagle",
         "smollm2_small",
     ]
-    assert [path.stem for path in LAUNCHERS] == ["cpu", "ddp", "zero1", "zero2"]
+    assert [path.stem for path in LAUNCHERS] == [
+        "cpu",
+        "ddp",
+        "fsdp2",
+        "multinode",
+        "zero1",
+        "zero2",
+        "zero3",
+    ]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -17,8 +17,10 @@ from data.target import DTYPES
 from drafters import vllm_format
 from drafters.base import TrainedDrafter
 from drafters.export_form import ExportForm, Form
+from drafters.export_info import WITH_TARGET
 from drafters.methods import METHODS
 from drafters.model_card import CardFacts, read_findings, serve_lines, write_card
+from drafters.mtp_stitch import stitch, target_folder
 from eval.check_export import check, to_text
 from recipes.errors import UserError
 from train.hub_push import push_folder
@@ -27,6 +29,7 @@ EXAMPLES = """examples:
   python train/export.py outputs/smollm2
   python train/export.py outputs/smollm2 --format sglang --out outputs/smollm2/sglang
   python train/export.py outputs/smollm2 --checkpoint best --dtype float32 --force
+  python train/export.py outputs/smollm2-mtp --stitch
   python train/export.py outputs/smollm2 --push ORG/NAME
   python train/export.py outputs/smollm2/export --check
   python train/export.py outputs/smollm2/export --check --vllm-python ~/vllm/bin/python
@@ -52,6 +55,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export")
     parser.add_argument("--checkpoint", choices=["best", "last"], default="last")
     parser.add_argument("--force", action="store_true", help="export again what is up to date")
+    parser.add_argument(
+        "--stitch",
+        action="store_true",
+        help="mtp: join it to a copy of the target, OUT-with-target",
+    )
     parser.add_argument("--push", metavar="ORG/NAME", help="upload the folder to the hub")
     parser.add_argument("--public", action="store_true", help="with --push: for all to see")
     parser.add_argument("--check", action="store_true", help="RUN is an exported folder: check it")
@@ -120,6 +128,14 @@ def export(args: argparse.Namespace) -> None:
         size = (out / vllm_format.WEIGHTS).stat().st_size
         sizes = f"{num_params:,} {dtype} weights, {size / 1e6:.1f} MB"
         print(f"{out}: {names.title}, {form} form, {sizes}")
+    if args.stitch:
+        joined = out.with_name(out.name + WITH_TARGET)
+        if drafter.method != "mtp":
+            raise UserError(
+                f"--stitch: {drafter.method} is served from its own folder; leave it out"
+            )
+        stitch(target_folder(target.name, target.revision), out, joined)
+        print(f"{joined}: the target with its MTP layer")
     print("\n".join(serve_lines(facts, findings).values()))
     if args.push:
         print(push_folder(HfApi(), out, args.push, private=not args.public))
