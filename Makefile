@@ -6,6 +6,8 @@ THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 RECIPE ?= recipes/smollm2.yaml
 RUN ?= outputs/smollm2
 VLLM_ENV ?= .venv-vllm
+MINUTES ?= 20
+ARMS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -15,7 +17,7 @@ LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup browser demo test check lint bench clean
+.PHONY: help setup browser demo test check lint bench study clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -72,6 +74,10 @@ bench: $(STAMP)  ## ratios of this machine, then the exported drafter of RECIPE 
 	$(BIN)/python tests/benchmarks/speed.py
 	$(BIN)/python eval/bench.py $(RECIPE)
 	$(BIN)/python eval/leaderboard.py $(RUN)/results --out $(RUN)/report
+
+study: $(STAMP)  ## every drafter at equal MINUTES=20 of training (ARMS="a b"): docs/study.md
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python tests/benchmarks/study.py --minutes $(MINUTES) \
+		$(if $(ARMS),--arms $(ARMS)) --docs docs/study.md
 
 clean:  ## remove caches; outputs/ and the environment stay
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist

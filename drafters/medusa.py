@@ -93,21 +93,16 @@ class Medusa(TrainedDrafter):
 
     def slots(self, batch: Batch, num_depths: int) -> Slots:
         assert batch.aux_BSF is not None, "states are attached before the step"
-        self.check_depths(num_depths)
+        if num_depths > self.config.num_heads:
+            raise UserError(
+                f"{num_depths} tokens a draft, but drafter.num_heads is {self.config.num_heads}: "
+                "a Medusa head drafts one token each; lower loss.num_steps, or train more heads"
+            )
         anchor_N, depth_N = supervised_slots(batch, num_depths)
         feature_MH = self._feature(batch.aux_BSF.flatten(0, 1))
         blocks = list(self.blocks)[:num_depths]
         parts = [block(feature_MH[anchor_N[depth_N == k] - 1]) for k, block in enumerate(blocks)]
         return Slots(torch.cat(parts), anchor_N, depth_N)
-
-    def check_depths(self, num_depths: int) -> None:
-        """UserError where more tokens are asked for than there are heads."""
-        if num_depths > self.config.num_heads:
-            raise UserError(
-                f"{num_depths} tokens a draft, but drafter.num_heads is {self.config.num_heads}: "
-                "a Medusa head drafts one token each; lower loss.num_steps or "
-                "eval.num_draft_tokens, or train more heads"
-            )
 
     def _feature(self, aux_NF: Tensor) -> Tensor:
         return self._target[0].final_norm(aux_NF).to(self._weight.dtype)
@@ -138,7 +133,7 @@ class Medusa(TrainedDrafter):
         uniforms_BK: Tensor | None,
         seen_BV: Tensor | None = None,
     ) -> Proposal:
-        self.check_depths(num_draft)
+        num_draft = min(num_draft, self.config.num_heads)
         heads = self.head_weights()
         draft = Draft(self, sampling, uniforms_BK, seen_BV)
         for k in range(num_draft):
