@@ -112,8 +112,7 @@ def _lines(facts: CardFacts, findings: Findings) -> list[str]:
         f"- Shape: {num_params:,} parameters,"
         f" {drafter.config.draft_vocab_size:,} of {target.vocab_size:,} tokens; {form} form",
         f"- Target layers read: {list(drafter.aux_layers)}; {LAYER_IDS}",
-        f"- Training text: at most {data['num_prompts']:,} prompts of {', '.join(data['sources'])};"
-        f" answers {answers}",
+        f"- Training text: prompts from {', '.join(data['sources'])}; answers {answers}",
         f"- Budget: {origin.num_trained_tokens:,} supervised tokens (repeats counted), at most"
         f" {train['epochs']:g} epochs",
         "",
