@@ -8,15 +8,13 @@ round that is spent outside the models.
 """
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from interleave import interleaved
 from transformers import AutoModelForCausalLM
 
 from data import embedded
@@ -31,18 +29,6 @@ PROMPTS = [
     "Write a Python function that returns the n-th Fibonacci number.",
     "List five things to pack for a week in the mountains.",
 ]
-
-
-def interleaved(arms: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of every arm; the arms take turns, after one call each that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for turn in range(repeats + 1):
-        for name, arm in arms.items():
-            start = time.perf_counter()
-            arm()
-            if turn:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from data.files import make_folder, read_json, stable_hash, write_json, write_text
 from data.pipeline import Prepared, aux_layers_of, prepare
 from data.progress import log_to_stderr
-from data.provenance import ROOT, git_state
+from data.provenance import ROOT
 from data.target import Target
 from drafters.export_info import TargetInfo
 from drafters.methods import build_drafter
@@ -94,8 +94,9 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     result = dict(base)
     for key, value in changes.items():
         inner = result.get(key)
-        both = isinstance(inner, dict) and isinstance(value, dict)
-        result[key] = merged(inner, value) if both else value
+        if isinstance(inner, dict) and isinstance(value, dict):
+            value = merged(inner, value)
+        result[key] = value
     return result
 
 
@@ -179,6 +180,7 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         "num_tokens": record["identity"]["trained_tokens"],
         "minutes": record["identity"]["train_minutes"],
         "hardware": record["identity"]["hardware"],
+        "commit": record["identity"]["commit"],
         "tau": bounded(record, "tau"),
         "best_num_draft": best,
         "speedup": bounded(at_best, "speedup"),
@@ -223,7 +225,8 @@ def run_arm(recipe: Recipe, target: Target) -> dict[str, Any]:
         return dict(stored)
     print(f"== {recipe.name}", file=sys.stderr)
     found = train_and_measure(recipe, target) if is_trained(recipe) else summary(recipe)
-    write_json(path, found | {"key": key})
+    found["key"] = key
+    write_json(path, found)
     gc.collect()
     return found
 
@@ -255,7 +258,6 @@ def run_study(args: argparse.Namespace, table: Table, names: list[str], folder: 
         "num_rows": report["num_train_rows"],
         "num_train_tokens": report["num_supervised_tokens"],
         "num_draft_tokens": recipe.eval.num_draft_tokens,
-        "commit": git_state(ROOT)["commit"],
         "contrasts": table.contrasts,
         "arms": arms,
     }
@@ -267,7 +269,6 @@ def run_study(args: argparse.Namespace, table: Table, names: list[str], folder: 
             print(f"error: arm {name} is left out: {error}", file=sys.stderr)
             num_failed += 1
             continue
-        study["hardware"] = arms[name]["hardware"]
         write_study(study, args.out, args.docs)
     trained = [name for name in arms if is_trained(table.arms[name])]
     if trained:

@@ -31,7 +31,7 @@ def to_markdown(study: Mapping[str, Any]) -> str:
         f"{study['minutes']:g} minutes of training an arm, {study['num_rows']} answers of "
         f"{study['target']} ({study['num_train_tokens']:,} tokens to learn), tau at "
         f"{study['num_draft_tokens']} draft tokens, T = 0, one prompt at a time. "
-        f"{study['hardware']}; commit {study['commit']}.",
+        f"{_each(arms, 'hardware')}; commit {_each(arms, 'commit')}.",
         "",
         *_table(
             ["arm", *(f"tau {task}" for task in tasks)], [_tau(a, tasks) for a in _by_tau(arms)]
@@ -114,6 +114,11 @@ def _sorted(arms: Mapping[str, Arm], key: str) -> list[Arm]:
 
 def _by_tau(arms: Mapping[str, Arm]) -> list[Arm]:
     return _sorted(arms, "tau")
+
+
+def _each(arms: Mapping[str, Arm], key: str) -> str:
+    """The values of all arms, each once."""
+    return ", ".join(dict.fromkeys(str(arm[key]) for arm in arms.values()))
 
 
 def _listed(names: Sequence[str]) -> str:
