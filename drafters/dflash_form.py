@@ -280,6 +280,8 @@ def shape_faults(shape: DFlashConfig) -> list[str]:
         faults.append(
             f"mask_token_id {shape.mask_token_id} is no token of the target's {shape.vocab_size}"
         )
+    if "rope_theta" not in shape.rope_parameters:
+        faults.append(f"rope_parameters {shape.rope_parameters} names no rope_theta")
     if shape.max_draft < 1:
         faults.append(f"block_size {shape.block_size} leaves no slot to draft with")
     if list(aux) != sorted(set(aux)) or not aux or aux[0] < 1:

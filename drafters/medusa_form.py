@@ -84,7 +84,7 @@ def make_config(
 
 def read_config(config: dict[str, Any], where: Path) -> tuple[TrainedDrafter, torch.dtype]:
     """The heads that a config.json describes (see ExportForm)."""
-    wanted = (*KEYS.values(), "truncated_vocab_size", "target_depth", "dtype")
+    wanted = ("architectures", *KEYS.values(), "truncated_vocab_size", "target_depth", "dtype")
     missing = [key for key in wanted if key not in config]
     if missing:
         raise UserError(f"{where}: missing keys: {', '.join(missing)}")
