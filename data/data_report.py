@@ -196,6 +196,9 @@ def _drops(read: dict[str, Any] | None) -> str:
         return "<h2>Sources</h2><p>No counts of the sources: the data was prepared elsewhere.</p>"
     sources = [(name, count, read["kept"].get(name, 0)) for name, count in read["read"].items()]
     page = "<h2>Sources</h2>" + _table(("source", "rows read", "kept"), sources)
+    if read.get("left_out"):
+        page += "<h2>Left out after reading</h2>"
+        page += _table(("reason", "conversations"), list(read["left_out"].items()))
     page += "<h2>Dropped</h2>"
     if not read["drops"]:
         return page + "<p>No row was dropped.</p>"

@@ -31,7 +31,14 @@ from data.state_codec import LARGEST, bytes_per_token, compute_dtype, decode, en
 from data.target import Target
 from recipes.errors import UserError
 
-__all__ = ["StateStore", "bytes_per_token", "capture_pass", "manifest_of", "summaries"]
+__all__ = [
+    "StateStore",
+    "bytes_per_token",
+    "capture_pass",
+    "manifest_of",
+    "stored_states",
+    "summaries",
+]
 
 log = logging.getLogger("draftsmith")
 
@@ -231,6 +238,18 @@ class StateStore:
             raise UserError(f"cannot write {shard}: {error}") from error
         self._add_places(shard, entry)
         self._pending = []
+
+
+def stored_states(data_dir: Path) -> StateStore:
+    """The states of RUN/data as they are.
+
+    Raises:
+        UserError: there are none, or a shard is damaged.
+    """
+    folder = data_dir / "states"
+    if not (folder / "manifest.json").exists():
+        raise UserError(f"{folder}: no states are stored here; data.states: cached stores them")
+    return StateStore(folder, read_json(folder / "manifest.json"))
 
 
 def _covers(stored: Any, manifest: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from data.files import make_folder
 from recipes.errors import UserError
@@ -63,7 +64,8 @@ def write_lines(path: Path, rows: Iterable[Any], starts: "array[int] | None" = N
         starts: where each line begins is appended here, in bytes.
     """
     make_folder(path.parent)
-    temporary, count, position = path.with_name(f".{path.name}.tmp"), 0, 0
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")  # several ranks may write it
+    count = position = 0
     try:
         with temporary.open("w", encoding="ascii", newline="\n") as file:
             for row in rows:

@@ -72,7 +72,7 @@ def prepare(recipe: Recipe, target: Target, rank: int = 0, world: int = 1) -> Pr
     Args:
         recipe: of the run.
         target: loaded.
-        rank: of this process among `world`; each names its own shards of states.
+        rank: of this process among `world`; the first must be through before the others begin.
         world: with more than one, states are left to `capture_states`, which all of them call.
     """
     folder, section = data_dir(recipe), recipe.data
@@ -84,10 +84,13 @@ def prepare(recipe: Recipe, target: Target, rank: int = 0, world: int = 1) -> Pr
         store = StateStore(folder / "states", _states_manifest(recipe, target, aux_layers), rank)
     path, dropped = folder / "rows.jsonl", Counter[str]()
     if section.regenerate:
-        answer_prompts(recipe, target, store)
+        if rank == 0:
+            answer_prompts(recipe, target, store)
         rows = rows_of_responses(folder, section, target.tokenizer, dropped)
         parts = write_rows(path, rows, target.vocab_size)
         dropped.update(read_json(folder / "manifest.json")["left_out"])
+        read = read_json(folder / "prompts_report.json")
+        write_json(folder / "prompts_report.json", read | {"left_out": dict(dropped)})
     else:
         report = PromptReport()
         rows = split_rows(folder, rows_of_source(section, target.tokenizer, report), section)

@@ -6,6 +6,7 @@ Examples:
     python data/prepare.py recipes/smollm2.yaml --show 5
     python data/prepare.py recipes/smollm2.yaml --report
     python data/prepare.py recipes/smollm2.yaml --estimate
+    python data/prepare.py recipes/smollm2.yaml --verify
 
 --show and --report need the tokenizer alone where the rows are there already or the answers are the
 source's own (data.regenerate: false); nothing is prepared then.
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 
 from data.data_report import write_report
+from data.hidden_states import stored_states
 from data.look import Look, look_at
 from data.pipeline import data_dir, prepare
 from data.progress import log_to_stderr
@@ -69,6 +71,9 @@ def main() -> int:
     parser.add_argument(
         "--estimate", action="store_true", help="rows, tokens and bytes at most; touches nothing"
     )
+    parser.add_argument(
+        "--verify", action="store_true", help="compare all stored states with their checksums"
+    )
     args = parser.parse_intermixed_args()
     try:
         recipe = load_recipe(args.recipe, args.overrides)
@@ -77,6 +82,10 @@ def main() -> int:
             from data.estimate import estimate_data
 
             print(estimate_data(recipe))
+            return 0
+        if args.verify:
+            num_shards = stored_states(data_dir(recipe)).verify()
+            print(f"states: {num_shards} shards are as they were written")
             return 0
         if args.show > 0 or args.report:
             view(recipe, args.show, args.report)

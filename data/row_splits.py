@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
@@ -69,7 +70,7 @@ def split_rows(
     folder: Path, rows: Iterator[dict[str, Any]], section: DataSection
 ) -> Iterator[dict[str, Any]]:
     """The same rows with their split, which is known only after the last of them is."""
-    path, ids = folder / ".rows.unsplit.jsonl", list[str]()
+    path, ids = folder / f".rows.{uuid4().hex}.tmp", list[str]()
 
     def noted() -> Iterator[dict[str, Any]]:
         for row in rows:

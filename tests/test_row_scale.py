@@ -36,11 +36,13 @@ def token_rows(path: Path, count: int) -> Path:
     return path
 
 
+TOKENIZER = chat_tokenizer(CHATML)
+
+
 def prepare_rows(folder: Path, settings: DataSection) -> dict[str, Any]:
-    tokenizer = chat_tokenizer(CHATML)
     report = PromptReport()
-    rows = split_rows(folder, rows_of_source(settings, tokenizer, report), settings)
-    return write_rows(folder / "rows.jsonl", rows, len(tokenizer))
+    rows = split_rows(folder, rows_of_source(settings, TOKENIZER, report), settings)
+    return write_rows(folder / "rows.jsonl", rows, len(TOKENIZER))
 
 
 def peak(folder: Path, count: int) -> int:
@@ -106,7 +108,8 @@ def test_a_stream_is_read_little_ahead_of_the_workers() -> None:
 
     def items() -> Any:
         nonlocal read
-        for read in range(1, 100_001):
+        while True:
+            read += 1
             yield read
 
     with worker_map(1, operator.add, 10) as mapped:

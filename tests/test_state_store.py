@@ -3,20 +3,24 @@ bits."""
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from data.batch import Row
-from data.hidden_states import StateStore, bytes_per_token, capture_pass, manifest_of
-from data.pipeline import capture_states, prepare
+from data.batch import Row, collate
+from data.hidden_states import StateStore, bytes_per_token, capture_pass, manifest_of, stored_states
+from data.pipeline import aux_layers_of, capture_states, prepare
 from data.state_codec import decode, encode
 from data.target import Target
+from drafters.methods import build_drafter
 from recipes.errors import UserError
 from recipes.schema import Recipe, load_recipe
 from tests.tiny_targets import tiny_target
+from train.loop import make_distiller
+from train.validate import with_states
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (1, 2)
@@ -245,3 +249,38 @@ def test_two_ranks_capture_a_share_each(tmp_path: Path) -> None:
     ]
     assert len(lists) == 2 and abs(len(lists[0]) - len(lists[1])) <= 1
     assert sorted(lists[0] + lists[1]) == sorted(ranks[0].train.ids)
+
+
+def test_training_on_8_bits_learns_as_much(tmp_path: Path) -> None:
+    changes = ["data.num_prompts=32", "data.max_new_tokens=8", "data.states=online"]
+    recipe = smoke(tmp_path, *changes, "drafter.draft_vocab_size=null", "loss.num_steps=1")
+    target = Target.load(recipe.target)
+    prepared = prepare(recipe, target)
+    layers = aux_layers_of(recipe, target)
+    heldout = with_states(target, collate(list(prepared.heldout)), layers)
+    alphas = {}
+    for kind in KINDS[1:]:
+        store = StateStore(tmp_path / kind, manifest_of(target, layers, kind))
+        capture_pass(target, prepared.train, prepared.train.lengths, layers, store)
+        rows = [replace(row, states=store.get(row.id)) for row in prepared.train]
+        drafter = build_drafter(recipe.drafter, target, layers, prepared.vocab, 0)
+        distiller = make_distiller(recipe, target, prepared, drafter)
+        optimizer = torch.optim.AdamW((p for p in drafter.parameters() if p.requires_grad), lr=3e-3)
+        for step in range(30):
+            batch = collate([rows[(step * 4 + i) % len(rows)] for i in range(4)])
+            optimizer.zero_grad()
+            loss, sums = distiller(batch)
+            (loss / sums["num_positions"].sum()).backward()
+            optimizer.step()
+        with torch.no_grad():
+            sums = distiller(heldout)[1]
+        alphas[kind] = float(sums["alpha_sum"].sum() / sums["num_positions"].sum())
+    for kind in ("float8_e4m3", "int8"):
+        assert alphas[kind] == pytest.approx(alphas["bfloat16"], rel=0.02), alphas
+
+
+def test_stored_states_are_verified_on_demand(tmp_path: Path, target: Target) -> None:
+    with pytest.raises(UserError, match="no states are stored here"):
+        stored_states(tmp_path)
+    capture(target, open_store(tmp_path / "states", target), some_rows())
+    assert stored_states(tmp_path).verify() == 1
