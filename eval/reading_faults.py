@@ -46,7 +46,7 @@ class Reading:
     cause: str
     what: str
     drafter: TrainedDrafter
-    layers: list[int | str]
+    layers: Sequence[int | str]
 
 
 @dataclass(frozen=True)

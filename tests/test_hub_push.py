@@ -1,0 +1,37 @@
+"""Uploading an export, against a stand-in for huggingface_hub.HfApi (the hub itself is not asked)."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from recipes.errors import UserError
+from train.hub_push import push_folder
+
+
+class Hub:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls, self.error = [], error
+
+    def create_repo(self, name, *, private, exist_ok):
+        self.calls.append(("create", name, private, exist_ok))
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message, allow_patterns):
+        if self.error:
+            raise self.error
+        self.calls.append(("upload", repo_id, folder_path.name, sorted(allow_patterns)))
+        return SimpleNamespace(commit_url="https://hub/org/name/commit/1")
+
+
+def test_push_makes_the_repository_and_uploads_the_four_files(tmp_path):
+    hub = Hub()
+    assert push_folder(hub, tmp_path / "export", "org/name", True).endswith("/commit/1")
+    files = ["README.md", "config.json", "draftsmith.json", "model.safetensors"]
+    assert hub.calls == [
+        ("create", "org/name", True, True),
+        ("upload", "org/name", "export", files),
+    ]
+
+
+def test_push_without_a_connection_is_one_error(tmp_path):
+    with pytest.raises(UserError, match="--push org/name: no route"):
+        push_folder(Hub(OSError("no route")), tmp_path, "org/name", False)
