@@ -1,4 +1,4 @@
-"""Uploading an export, against a stand-in for huggingface_hub.HfApi (the hub itself is not asked)."""
+"""Uploading an export, against a stand-in for huggingface_hub.HfApi (no hub is asked)."""
 
 from types import SimpleNamespace
 
