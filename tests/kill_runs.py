@@ -18,12 +18,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from recipes.schema import load_recipe
 from train.run import run
 
+ROOT = Path(__file__).resolve().parents[1]
 OVERRIDES = [
     "data.num_prompts=12",
     "data.max_new_tokens=10",
@@ -86,7 +86,7 @@ def kill_at_random(folder: Path, seconds: float) -> list[str]:
     while len(killed) < NUM_KILLS:
         run_dir = folder / f"random-{number}"
         pid = life(lambda run_dir=run_dir: whole_way(run_dir, save_every=1))
-        time.sleep(rng.uniform(0, seconds))
+        time.sleep(rng.uniform(0, 0.5 * seconds))
         os.kill(pid, signal.SIGKILL)
         if ended(pid) == "killed":
             killed.append(place(run_dir))
@@ -137,7 +137,7 @@ def main() -> None:
     }
     for junk in folder.glob("*/data/states"):
         shutil.rmtree(junk)
-    print(json.dumps(killed))
+    sys.stdout.write(json.dumps(killed) + "\n")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ def main() -> None:
     if accelerator.is_main_process:
         facts = {
             "world": accelerator.num_processes,
-            "kind": accelerator.distributed_type.value,
             "zero": zero_stage(accelerator),
             "divided": divides_weights(accelerator),
         }

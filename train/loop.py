@@ -35,7 +35,14 @@ from train.log import MetricsLog
 from train.on_policy import with_own_answers
 from train.optim import build_optimizer, lr_factor, set_lr
 from train.prefetch import Window, prefetched
-from train.shards import close, divides_weights, run_micro_batch, take_step, whole_drafter
+from train.shards import (
+    close,
+    divides_weights,
+    prepare,
+    run_micro_batch,
+    take_step,
+    whole_drafter,
+)
 from train.step_clock import StepClock
 from train.validate import means_of, sum_over_ranks, total_sums, validate, with_states
 from train.weights import save_drafter
@@ -146,7 +153,7 @@ def train(
     if start is not None:
         checkpoint.load_weights(start, distiller)
     optimizer = build_optimizer(distiller, section)
-    model, optimizer = accelerator.prepare(distiller, optimizer)
+    model, optimizer = prepare(accelerator, distiller, optimizer)
     done = checkpoint.Progress()
     if start is not None:
         done = checkpoint.load(accelerator, start, recipe, model, optimizer)

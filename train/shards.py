@@ -6,6 +6,7 @@ what one launcher wrote, another goes on with. Every function here is called by 
 """
 
 import math
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from data.target import Target
 from drafters.base import TrainedDrafter
 from drafters.methods import METHODS
+from recipes.errors import UserError
 from train.optim import clip
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam, where DeepSpeed keeps them flat
@@ -31,7 +33,29 @@ def zero_stage(accelerator: Accelerator) -> int:
 
 def divides_weights(accelerator: Accelerator) -> bool:
     """Whether a rank holds only a part of the drafter's weights between steps."""
-    return accelerator.distributed_type == DistributedType.FSDP or zero_stage(accelerator) == 3
+    return uses_fsdp(accelerator) or zero_stage(accelerator) == 3
+
+
+def uses_fsdp(accelerator: Accelerator) -> bool:
+    """Whether the launcher asked for FSDP; accelerate's own state forgets it on CPUs."""
+    return os.environ.get("ACCELERATE_USE_FSDP") == "true" and accelerator.num_processes > 1
+
+
+def prepare(
+    accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Any, Any]:
+    """Hand module and optimizer to the launcher's engine.
+
+    Raises:
+        UserError: weights that should have been divided are not.
+    """
+    if uses_fsdp(accelerator):
+        accelerator.state.distributed_type = DistributedType.FSDP
+    model, optimizer = accelerator.prepare(module, optimizer)
+    divided = any(isinstance(p, DTensor) for p in module.parameters())
+    if uses_fsdp(accelerator) and not divided:
+        raise UserError("FSDP was asked for and not applied; use recipes/accelerate/fsdp2.yaml")
+    return model, optimizer
 
 
 def run_micro_batch(
@@ -54,7 +78,7 @@ def run_micro_batch(
     deepspeed = zero_stage(accelerator) > 0
     if deepspeed:
         model.set_gradient_accumulation_boundary(last)
-    several = accelerator.num_processes > 1 and not deepspeed
+    several = accelerator.num_processes > 1 and not deepspeed and not uses_fsdp(accelerator)
     with accelerator.no_sync(model) if several and not last else nullcontext():
         loss, stats = model(batch)
         healthy = loss.detach().isfinite()
