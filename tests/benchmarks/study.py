@@ -40,7 +40,7 @@ from tests.benchmarks import study_numbers as numbers
 from tests.benchmarks.study_text import insert, to_markdown
 
 TABLE = Path(__file__).with_suffix(".yaml")
-MEASURING = 5  # minutes an arm for starting, export and measurement, on two cores
+MEASURING = 8  # minutes an arm for starting, export and measurement, on two cores
 
 
 class Table(NamedTuple):
