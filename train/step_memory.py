@@ -148,7 +148,7 @@ def _run(recipe: Recipe, shape: Shape) -> int:
     drafter.lm_head.requires_grad_(recipe.drafter.trains_head)
     B, S, D = shape.num_rows, shape.length, shape.draft_vocab_size
     H, V = int(shape.fields["hidden_size"]), int(shape.fields["vocab_size"])
-    num_depths, size = recipe.loss.num_steps, recipe.loss.chunk_size
+    num_depths = recipe.loss.num_steps
     states_dtype = torch.float32 if shape.states_bytes == 4 else torch.bfloat16
     target_dtype = torch.float32 if shape.target_bytes == 4 else torch.bfloat16
     bf16 = recipe.train.mixed_precision == "bf16"
@@ -158,40 +158,40 @@ def _run(recipe: Recipe, shape: Shape) -> int:
     hidden_PH = torch.empty(B * S, H, dtype=states_dtype)
     aux_BSF = torch.empty(B, S, H * len(shape.aux_layers), dtype=states_dtype)
     ids_BS = torch.empty(B, S, dtype=torch.int64)
-    with LiveBytes() as live, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+
+    def teacher(rows: slice) -> tuple[Tensor, Tensor]:
+        C = rows.stop - rows.start
+        U = min(C, C // num_depths + 2)
+        logits_UD = (hidden_PH[:U].to(target_dtype) @ head_DH.T).float() * 1.0
+        p_UD = logits_UD.sub_(logits_UD[:, :1]).exp_()
+        return p_UD[torch.empty(C, dtype=torch.int64)], torch.empty(C, dtype=torch.int64)
+
+    def gathered() -> Tensor:
         heads = drafter.rollout(ids_BS, aux_BSF, num_depths)
-        lengths = [max(0, S - 2 - k) for k in range(num_depths)]
         parts = [
-            head.flatten(0, 1)[torch.empty(B * n, dtype=torch.int64)]
-            for head, n in zip(heads, lengths, strict=True)
+            head.flatten(0, 1)[torch.empty(B * max(0, S - 2 - k), dtype=torch.int64)]
+            for k, head in enumerate(heads)
         ]
-        slots_NW = torch.cat(parts)
-        del heads, parts
+        return torch.cat(parts)
+
+    def loss_of_step() -> Tensor:  # as Distiller.forward, whose tensors die with it
+        slots_NW = gathered()
         N = len(slots_NW)
-        order_N = torch.empty(N, dtype=torch.int64)
-        head_NW = slots_NW[order_N]
-
-        def teacher(rows: slice) -> tuple[Tensor, Tensor]:
-            C = rows.stop - rows.start
-            U = min(C, C // num_depths + 2)
-            logits_UD = (hidden_PH[:U].to(target_dtype) @ head_DH.T).float() * 1.0
-            p_UD = logits_UD.sub_(logits_UD[:, :1]).exp_()
-            return p_UD[torch.empty(C, dtype=torch.int64)], torch.empty(C, dtype=torch.int64)
-
-        options = LossOptions(renormalize=recipe.loss.renormalize, ce_share=recipe.loss.ce_share)
-        weight_DW = drafter.head_weights()[0]
-        loss, _, _ = linear_loss(
-            head_NW,
-            weight_DW,
+        return linear_loss(
+            slots_NW[torch.empty(N, dtype=torch.int64)],
+            drafter.head_weights()[0],
             teacher,
             LOSSES[recipe.loss.name],
-            options,
-            size,
+            LossOptions(renormalize=recipe.loss.renormalize, ce_share=recipe.loss.ce_share),
+            recipe.loss.chunk_size,
             torch.empty(N),
             torch.empty(N, dtype=torch.int64),
             num_depths,
-        )
-    with live:
+        )[0]
+
+    with LiveBytes() as live:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = loss_of_step()
         loss.backward()
     return live.peak
 

@@ -32,10 +32,10 @@ from data.target import Target
 from data.vocab import DraftVocab
 from drafters.methods import build_drafter
 from recipes.drafter_sections import Eagle3Section
-from recipes.schema import LossSection, TargetSection
+from recipes.schema import LossSection, Recipe, TargetSection
 from train.distiller import Distiller
 from train.losses import LOSSES, LossOptions, linear_loss
-from train.step_memory import LiveBytes
+from train.step_memory import LiveBytes, Shape, step_memory
 from train.validate import with_states
 
 aten: Any = torch.ops.aten
@@ -196,7 +196,7 @@ def bench_scaling(target: Target, args: argparse.Namespace) -> None:
     sweeps: dict[str, dict[int, tuple[int, int, int]]] = {
         "S": {S: (S, K, D) for S in (512, 1024, 2048, 4096, 8192) if args.longest >= S},
         "K": {k: (1024, k, D) for k in (1, 3, 5, 7)},
-        "D": {d: (1024, K, d) for d in (4096, 8192, 16384, 32768) if d <= target.vocab_size},
+        "D": {d: (1024, K, d) for d in (D // 4, D // 2, D, 2 * D) if d <= target.vocab_size},
     }
     for letter, sizes in sweeps.items():
         arms, lengths, peaks = {}, {}, {}
@@ -212,6 +212,35 @@ def bench_scaling(target: Target, args: argparse.Namespace) -> None:
             f"{name}: {cost[name] / cost[first]:.2f}x, {peaks[name] / 1e9:.2f} GB" for name in arms
         ]
         print(f"a token's cost and a step's peak against {letter}: " + "  ".join(cells))
+
+
+def bench_vocabulary(target: Target, args: argparse.Namespace) -> None:
+    """What a step keeps, counted on shapes, for target vocabularies of any size."""
+    found = {}
+    for V in (32_000, 64_000, 128_256, 151_936, 262_144):
+        recipe = Recipe.model_validate(
+            {
+                "name": "v",
+                "target": {"model": args.target},
+                "data": {"sources": ["book"], "num_prompts": 1, "states": "cached"},
+                "loss": {"num_steps": 3},
+            }
+        )
+        shape = Shape(
+            fields=target.config.to_dict() | {"vocab_size": V},
+            aux_layers=(1, 2, 3),
+            draft_vocab_size=args.draft_vocab,
+            num_parameters=0,
+            num_trained=0,
+            target_parameters=0,
+            target_bytes=4,
+            states_bytes=2,
+            num_rows=1,
+            length=1024,
+        )
+        found[V] = step_memory(recipe, shape).work / 1e9
+    cells = "  ".join(f"{V}: {size:.3f} GB" for V, size in found.items())
+    print(f"a step's peak beside weights against V: {cells}")
 
 
 def worker(target: Target, args: argparse.Namespace) -> None:
@@ -275,6 +304,7 @@ def main() -> None:
     bench_step(target, args)
     bench_loss(args)
     bench_scaling(target, args)
+    bench_vocabulary(target, args)
     bench_processes(args)
 
 
