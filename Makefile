@@ -9,6 +9,8 @@ VLLM_ENV ?= .venv-vllm
 MINUTES ?= 20
 ARMS ?=
 
+# Tests run side by side, a file at a time, one thread each.
+PARALLEL ?= -n $(THREADS) --dist loadfile
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no \
@@ -52,7 +54,7 @@ demo: $(STAMP)  ## prepare, distill, export, measure and report; what is done is
 
 test: $(STAMP)  ## all tests (those that need a GPU or vLLM are skipped without it)
 	$(BIN)/python tests/fetch_assets.py
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL)
 
 # vLLM needs its own transformers, so it has an environment of its own (or one in VLLM_ENV=dir).
 test-vllm: $(STAMP)  ## exports and served evaluation in a real vLLM on the CPU (some minutes)
@@ -68,7 +70,8 @@ lint: $(STAMP)  ## style, spelling
 check: lint  ## lint, types, layers, fast tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu and not vllm"
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) \
+		-m "not slow and not gpu and not vllm"
 
 bench: $(STAMP)  ## ratios of this machine, then the exported drafter of RECIPE and its report
 	$(BIN)/python tests/benchmarks/speed.py
