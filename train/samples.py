@@ -47,7 +47,7 @@ def write_samples(
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         if answer.ids
     ]
-    shown = [make_prompt("validation", target.tokenizer.decode(p)) for p in prompts]
+    shown = [make_prompt("validation", str(target.tokenizer.decode(p))) for p in prompts]
     samples = make_samples(target, shown, turns[:NUM_SAMPLES])
     body = "\n".join(_answer(sample) for sample in samples)
     write_text(path, PAGE.format(title=escape(title), answers=body))
