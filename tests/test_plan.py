@@ -1,5 +1,7 @@
 """What a run will need, before it runs: memory against a real step, hours against hand counts."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from tests.tiny_targets import tiny_target
 from train.distiller import Distiller
 from train.gpu_hours import COMPUTE_SHARE, estimate
 from train.plan import describe, sizes_of
+from train.step_clock import CountFlops
 from train.step_memory import LiveBytes, Shape, step_memory
 from train.validate import with_states
 
@@ -138,3 +141,24 @@ def test_hours_on_a_gpu_that_is_not_there() -> None:
     assert f"training {hours / 8:.2g} h" in estimate(make_recipe(epochs=2), "8xH100")
     with pytest.raises(UserError, match="no such GPU; known are A100, H100"):
         estimate(make_recipe(), "TPU")
+
+
+def test_counting_flops_changes_no_bit_of_a_step() -> None:
+    target, recipe = tiny_target("qwen3", max_position_embeddings=512), make_recipe()
+    vocab = DraftVocab(torch.arange(0, 264, 2), 264)
+    drafter = build_drafter(recipe.drafter, target, AUX, vocab, seed=0)
+    distiller = Distiller(drafter, recipe.loss, vocab)
+    distiller.use_target(target)
+    rows = [
+        Row(id=str(n), ids_S=torch.arange(n), mask_S=torch.ones(n, dtype=torch.bool))
+        for n in (60, 40)
+    ]
+    batch = with_states(target, collate(rows), AUX)
+    found: list[dict[str, Tensor]] = []
+    for counting in (nullcontext(), CountFlops()):
+        distiller.zero_grad()
+        with counting:
+            distiller(batch)[0].backward()
+        grads = {n: p.grad for n, p in distiller.named_parameters() if p.grad is not None}
+        found.append({name: grad.clone() for name, grad in grads.items()})
+    assert all(torch.equal(found[1][name], grad) for name, grad in found[0].items())

@@ -63,20 +63,18 @@ def test_validation_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_attention_of_the_rollout_is_counted() -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
     from drafters.rollout_attention import rollout_attention
-    from train.step_clock import CPU_FLASH
+    from train.step_clock import CountFlops
 
     def part(heads: int) -> torch.Tensor:
         return torch.randn(1, heads, 10, 8, requires_grad=True)
 
-    with FlopCounterMode(display=False, custom_mapping=CPU_FLASH) as counter:
+    with CountFlops() as counter:
         out = rollout_attention(part(2), [part(1), part(1)], [part(1), part(1)])
-        forward = counter.get_total_flops()
+        forward = counter.flops
         out.sum().backward()
     assert forward == 2 * 2 * 2 * 10 * 10 * 8  # two products of 2 heads, the mask not deducted
-    assert counter.get_total_flops() == forward + 5 * 2 * 2 * 10 * 10 * 8
+    assert counter.flops == forward + 5 * 2 * 2 * 10 * 10 * 8
 
 
 def test_a_peak_is_measured_on_a_cpu() -> None:
