@@ -9,15 +9,35 @@ Every run NAME finds its data (and a checkpoint to go on from) in FOLDER/NAME.
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+
+from data.batch import States
+from data.hidden_states import StateStore
 from recipes.schema import load_recipe
 from train.run import make_accelerator, run_with
 from train.shards import divides_weights, zero_stage
 
 SMOKE = Path(__file__).resolve().parents[1] / "recipes/smoke.yaml"
+
+
+def poison(row_id: str) -> None:
+    """From now on the stored states of a row hold a NaN."""
+    get = StateStore.get
+
+    def poisoned(store: StateStore, name: str) -> States:
+        states = get(store, name)
+        if name != row_id:
+            return states
+        aux_SF = states.aux_SF.clone()
+        aux_SF[-2, 0] = torch.nan
+        return replace(states, aux_SF=aux_SF)
+
+    StateStore.get = poisoned
 
 
 def main() -> None:
@@ -34,6 +54,7 @@ def main() -> None:
     accelerator.wait_for_everyone()
     for name in ("resumed", "crossed"):
         run_with(accelerator, recipe(name), resume=True)
+    poison((folder / "row.txt").read_text())
     run_with(accelerator, recipe("poisoned", "train.max_steps=8"), resume=False)
     if accelerator.is_main_process:
         facts = {

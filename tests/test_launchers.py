@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from data.hidden_states import StateStore
 from drafters import vllm_format
 from recipes.errors import UserError
 from recipes.schema import Recipe, load_recipe
+from tests.rank_runs import poison
 from train.run import make_accelerator, run_with
 
 pytestmark = pytest.mark.slow  # each launch takes ten seconds to import what it needs
@@ -64,23 +66,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "drafter/model.safetensors")
 
 
-def poison(folder: Path) -> str:
-    """Put a NaN into the states of the last stored training row, and name it."""
-    shard = sorted((folder / "data/states").glob("shard-*.safetensors"))[-1]
-    rows = map(json.loads, (folder / "data/rows.jsonl").read_text().splitlines())
-    trained = {row["id"] for row in rows if row["split"] == "train"}
-    from safetensors import safe_open
-
-    with safe_open(shard, framework="pt") as file:
-        metadata = file.metadata()
-    ids, lengths = json.loads(metadata["ids"]), json.loads(metadata["lengths"])
-    index = max(i for i, row_id in enumerate(ids) if row_id in trained)
-    tensors = load_file(shard)
-    tensors["aux"][sum(lengths[: index + 1]) - 2, 0] = torch.nan
-    save_file(tensors, shard, metadata=metadata)
-    return str(ids[index])
-
-
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one process: straight, and one with a damaged row."""
@@ -88,8 +73,13 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one")
     alone(folder, "straight")
     shutil.copytree(folder / "straight/data", folder / "poisoned/data")
-    (folder / "row.txt").write_text(poison(folder / "poisoned"))
-    alone(folder, "poisoned", "train.max_steps=8")
+    rows = map(json.loads, (folder / "straight/data/rows.jsonl").read_text().splitlines())
+    row_id = next(row["id"] for row in rows if row["split"] == "train")
+    (folder / "row.txt").write_text(row_id)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateStore, "get", StateStore.get)  # put back afterwards
+        poison(row_id)
+        alone(folder, "poisoned", "train.max_steps=8")
     return folder
 
 
@@ -103,6 +93,7 @@ def two(
         source = "poisoned" if name == "poisoned" else "straight"
         shutil.copytree(one / source / "data", folder / name / "data")
     shutil.copytree(one / "straight/checkpoints/step-10", folder / "crossed/checkpoints/step-10")
+    shutil.copy(one / "row.txt", folder)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
     command += ["--config_file", f"recipes/accelerate/{engine}.yaml", "tests/rank_runs.py"]
     done = subprocess.run(
@@ -187,9 +178,13 @@ def test_row_that_is_not_finite_is_skipped_by_all_and_named(one: Path, two: Any)
     )
 
 
-def test_too_many_skipped_steps_stop_the_run(one: Path, tmp_path: Path) -> None:
+def test_too_many_skipped_steps_stop_the_run(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(one / "poisoned/data", tmp_path / "bad/data")
     row_id = (one / "row.txt").read_text()
+    monkeypatch.setattr(StateStore, "get", StateStore.get)  # put back afterwards
+    poison(row_id)
     with pytest.raises(UserError, match=rf"rows {row_id}. 1 steps were skipped, train.max_skipped"):
         alone(tmp_path, "bad", "train.max_skipped_steps=0")
 
