@@ -181,7 +181,9 @@ def set_moments(
     state = _plain(optimizer).state
     for name, parameter in _trained(accelerator, model):
         keys = [key for key in moments if key.rpartition(".")[0] == name]
-        values = {key.rpartition(".")[2]: moments[key].to(parameter.device) for key in keys}
+        values = {  # copied: memory as aligned as that of a run that never stopped
+            key.rpartition(".")[2]: moments[key].to(parameter.device, copy=True) for key in keys
+        }
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
             for key, value in values.items():
