@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from data.json_lines import read_lines
 from data.batch import Batch, Row, collate
+from data.json_lines import read_lines
 from data.pipeline import prepare
 from data.target import Target
 from data.vocab import full_vocab

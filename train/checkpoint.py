@@ -315,7 +315,8 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _random_state() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state(legacy=True)
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, *rest = state
     return {
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *rest],

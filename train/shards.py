@@ -215,7 +215,8 @@ def _set_zero_moments(accelerator: Accelerator, model: Any, moments: dict[str, T
             if whole:
                 safe_set_full_optimizer_state(parameter, value, key)
                 continue
-            size = parameter.ds_tensor.numel()  # the last rank's part is padded
+            divided: Any = parameter
+            size = divided.ds_tensor.numel()  # the last rank's part is padded
             padded = value.new_zeros(size * accelerator.num_processes)
             padded[: value.numel()] = value.flatten()
             part = padded[size * accelerator.process_index :][:size]

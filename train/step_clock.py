@@ -58,11 +58,12 @@ class CountFlops(TorchDispatchMode):
     ) -> Any:
         """Run an operation and count it."""
         out = func(*args, **(kwargs or {}))
-        count = CPU_FLASH.get(func._overloadpacket)
+        count: Any = CPU_FLASH.get(func._overloadpacket)
         if count is not None:
             self.flops += count(*(x.shape if isinstance(x, torch.Tensor) else x for x in args))
         elif func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+            formula: Any = flop_registry[func._overloadpacket]
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
         return out
 
 

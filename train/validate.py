@@ -28,7 +28,7 @@ from train.samples import write_samples
 VALIDATION_ROWS = 64  # held-out rows of the teacher-forced metrics
 BATCH_ROWS = 8
 
-Numbers = dict[str, float | list[float]]
+Numbers = dict[str, float | list[float] | str]
 
 
 def with_states(target: Target, batch: Batch, aux_layers: tuple[int, ...]) -> Batch:
