@@ -55,6 +55,9 @@ def four_layer_target(folder: Path | None = None, **changes: Any) -> Target:
         "mlp_bias": False,
     }
     target = tiny_target(**(shape | changes))
+    with torch.no_grad():  # with weights of one, a norm taken twice would be a norm taken once
+        weight_H = target.decoder.norm.weight
+        weight_H.copy_(torch.linspace(0.3, 2.0, len(weight_H)))
     if folder is not None:
         target.model.save_pretrained(folder)
         target.tokenizer.save_pretrained(folder)

@@ -97,10 +97,18 @@ def kill_at_random(folder: Path, seconds: float) -> list[str]:
     return killed
 
 
-def kill_at_renames(folder: Path) -> list[str]:
+def kill_in_export(folder: Path) -> list[str]:
+    """The finished run once more, without its export: life n dies at its n-th rename."""
+    run_dir = folder / "exports"
+    shutil.copytree(folder / "straight", run_dir)
+    shutil.rmtree(run_dir / "export")
+    return kill_at_renames(run_dir)
+
+
+def kill_at_renames(run_dir: Path) -> list[str]:
     """Life n dies at its n-th rename of a file or folder, before it or just behind it."""
-    run_dir, killed, number = folder / "renames", [], 0
-    rename = os.replace
+    killed: list[str] = []
+    number, rename = 0, os.replace
 
     def dying() -> None:
         count = 0
@@ -133,7 +141,8 @@ def main() -> None:
     killed = {
         "seconds": seconds,
         "random": kill_at_random(folder, seconds),
-        "renames": kill_at_renames(folder),
+        "renames": kill_at_renames(folder / "renames"),
+        "exports": kill_in_export(folder),
     }
     for junk in folder.glob("*/data/states"):
         shutil.rmtree(junk)

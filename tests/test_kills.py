@@ -45,7 +45,8 @@ def numbers(run_dir: Path) -> list[dict[str, Any]]:
 def test_p63_p64_killed_at_20_random_moments_and_at_every_rename(runs: Any) -> None:
     folder, killed = runs
     assert len(killed["random"]) == 20
-    assert {"data", "first step", "export"} <= set(killed["renames"])
+    assert {"data", "first step"} <= set(killed["renames"])
+    assert killed["exports"] and set(killed["exports"]) == {"export"}
     assert any(where.startswith("step") for where in killed["random"])
     straight = folder / "straight"
     others = sorted(path for path in folder.iterdir() if path != straight)

@@ -166,7 +166,7 @@ def test_unknown_key_names_where_it_stands(tmp_path):
         ("log.every=1.5", "log.every: 1.5 is not valid; expected an integer"),
         ("data.num_prompts=", "data.num_prompts: None is not valid; expected an integer"),
         ("loss.num_steps=0", "loss.num_steps: 0 is not valid; expected greater than or equal to 1"),
-        ("loss.name=kll", "expected 'kl', 'ce', 'tv' or 'lk_hybrid'"),
+        ("loss.name=kll", "expected 'kl', 'ce', 'rkl', 'jsd', 'tv', 'l1', 'nla', 'lk_hybrid' or"),
         ("target=5", "target: 5 is not valid; expected a section"),
         ("train.betas=[0.9, 1.0]", "each beta is at least 0 and below 1"),
         ("name=../up", "expected match pattern"),
@@ -282,12 +282,14 @@ SWITCHES += [
     for name, field in section.model_fields.items()
     for value in words_of(field.annotation)
 ]
+APIS = ("completions", "generate", "chat")
 # What some values need beside them.
 NEEDED = {
     ("dflash", "train_head", True): "drafter.draft_vocab_size=100",
     ("dspark", "train_head", True): "drafter.draft_vocab_size=100",
     ("small_lm", "init", "checkpoint"): "drafter.model=org/name",
     ("pard", "init", "checkpoint"): "drafter.model=org/name",
+    **{("", "server.api", api): "data.server.url=http://host:8000" for api in APIS},
 }
 
 
