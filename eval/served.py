@@ -136,11 +136,21 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def speculative_config(plan: Plan) -> dict[str, Any]:
-    """vLLM's --speculative-config of the plan's export."""
+    """vLLM's --speculative-config of the plan's export.
+
+    Raises:
+        UserError: the drafter is not served from a folder of its own.
+    """
     sampled = plan.recipe.eval.draft_sampling == "sampled"
+    method = describe(plan.export).method
+    if method == "mtp":
+        raise UserError(
+            f"{plan.export}: an MTP layer is served inside its target: write it there with "
+            "train/export.py RUN --stitch, serve that folder and name the server by --server"
+        )
     return {
         "model": str(plan.export),
-        **METHODS[describe(plan.export).method].form.engine,
+        **METHODS[method].form.engine,
         "num_speculative_tokens": plan.recipe.eval.num_draft_tokens,
         "draft_sample_method": "probabilistic" if sampled else "greedy",
     }
