@@ -15,6 +15,7 @@ from drafters.base import TrainedDrafter
 from drafters.dspark import DSpark, DSparkConfig
 from drafters.export_form import ExportForm, Form
 from drafters.export_info import TargetInfo
+from drafters.form_reading import build_on_meta, read_dtype, read_shape, require_equal
 from recipes.errors import UserError
 
 TENSORS = dflash_form.TENSORS | {
@@ -83,12 +84,12 @@ def read_config(config: dict[str, Any], where: Path) -> tuple[TrainedDrafter, to
     if missing:
         raise UserError(f"{where}: missing keys: {', '.join(missing)}")
     fields |= {ours: config[key] for ours, key in HEAD_KEYS.items()}
-    shape = dflash_form.read_shape(DSparkConfig, fields, shape_faults, where)
-    drafter = dflash_form.build_on_meta(DSpark, shape, where)
+    shape = read_shape(DSparkConfig, fields, shape_faults, where)
+    drafter = build_on_meta(DSpark, shape, where)
     assert isinstance(drafter, DSpark)
-    dflash_form.require_equal(layer, dflash_form.layer_keys(drafter), where)
-    dflash_form.require_equal(config, draft_keys(drafter, form), where)
-    return drafter, dflash_form.read_dtype(config, where)
+    require_equal(layer, dflash_form.layer_keys(drafter), where)
+    require_equal(config, draft_keys(drafter, form), where)
+    return drafter, read_dtype(config, where)
 
 
 def shape_faults(shape: DSparkConfig) -> list[str]:

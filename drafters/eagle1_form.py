@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import transformers
-from pydantic import TypeAdapter, ValidationError
 
-from data.target import DTYPES, Target
+from data.target import Target
 from drafters import vllm_config
 from drafters.base import TrainedDrafter
 from drafters.eagle1 import Eagle1, Eagle1Config
 from drafters.export_form import ExportForm, Form
 from drafters.export_info import TargetInfo
+from drafters.form_reading import build_on_meta, read_dtype, read_shape, require_equal
 from drafters.shape import layer_shape, require_plain_layer
 from recipes.drafter_sections import Eagle1Section
 from recipes.errors import UserError
@@ -104,23 +104,10 @@ def read_config(config: dict[str, Any], where: Path) -> tuple[TrainedDrafter, to
         "target_hidden_size": config["hidden_size"],
         "aux_layers": (config["target_num_hidden_layers"],),
     }
-    try:
-        shape = TypeAdapter(Eagle1Config).validate_python(fields)
-    except ValidationError as error:
-        found = [f"{e['loc'][0]}: {e['msg']} (is {e['input']!r})" for e in error.errors()]
-        raise UserError(f"{where}: {'; '.join(found)}") from error
-    found = faults(shape)
-    if found:
-        raise UserError(f"{where}: {'; '.join(found)}")
-    try:
-        with torch.device("meta"):
-            drafter = Eagle1(shape)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{where}: no drafter has this shape: {error!r}") from error
-    vllm_config.require_equal(config, _keys(drafter), where)
-    if config["dtype"] not in DTYPES:
-        raise UserError(f"{where}: dtype {config['dtype']!r} is none of {', '.join(DTYPES)}")
-    return drafter, DTYPES[config["dtype"]]
+    shape = read_shape(Eagle1Config, fields, faults, where)
+    drafter = build_on_meta(Eagle1, shape, where)
+    require_equal(config, _keys(drafter), where)
+    return drafter, read_dtype(config, where)
 
 
 def faults(shape: Eagle1Config) -> list[str]:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import transformers
-from pydantic import TypeAdapter, ValidationError
 
-from data.target import DTYPES, Target
+from data.target import Target
 from drafters import mtp_stitch, vllm_config
 from drafters.base import TrainedDrafter
 from drafters.eagle1_form import MARK
 from drafters.export_form import ExportForm, Form
 from drafters.export_info import TargetInfo
+from drafters.form_reading import build_on_meta, read_dtype, read_shape, require_equal
 from drafters.mtp import MTP, MTPConfig
 from drafters.shape import layer_shape, norm_weight, require_plain_layer
 from recipes.drafter_sections import MTPSection
@@ -130,23 +130,10 @@ def read_config(config: dict[str, Any], where: Path) -> tuple[TrainedDrafter, to
         "target_hidden_size": config["hidden_size"],
         "aux_layers": (config["target_num_hidden_layers"],),
     }
-    try:
-        shape = TypeAdapter(MTPConfig).validate_python(fields)
-    except ValidationError as error:
-        found = [f"{e['loc'][0]}: {e['msg']} (is {e['input']!r})" for e in error.errors()]
-        raise UserError(f"{where}: {'; '.join(found)}") from error
-    found = faults(shape)
-    if found:
-        raise UserError(f"{where}: {'; '.join(found)}")
-    try:
-        with torch.device("meta"):
-            drafter = MTP(shape)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{where}: no drafter has this shape: {error!r}") from error
-    vllm_config.require_equal(config, _keys(drafter), where)
-    if config["dtype"] not in DTYPES:
-        raise UserError(f"{where}: dtype {config['dtype']!r} is none of {', '.join(DTYPES)}")
-    return drafter, DTYPES[config["dtype"]]
+    shape = read_shape(MTPConfig, fields, faults, where)
+    drafter = build_on_meta(MTP, shape, where)
+    require_equal(config, _keys(drafter), where)
+    return drafter, read_dtype(config, where)
 
 
 def faults(shape: MTPConfig) -> list[str]:

@@ -14,14 +14,13 @@ from typing import Any, cast
 
 import torch
 import transformers
-from pydantic import TypeAdapter, ValidationError
 
-from data.target import DTYPES
 from drafters import sglang_format
 from drafters.base import TrainedDrafter
 from drafters.eagle3 import Eagle3, Eagle3Config
 from drafters.export_form import ExportForm, Form
 from drafters.export_info import TargetInfo
+from drafters.form_reading import build_on_meta, read_dtype, read_shape, require_equal
 from recipes.errors import UserError
 
 SPECULATORS_VERSION = "0.5.0"  # of the form that is written here
@@ -165,36 +164,11 @@ def read_eagle_config(
     missing += [key for key in (*DRAFT_KEYS.values(), "dtype") if key not in config]
     if missing:
         raise UserError(f"{where}: missing keys: {', '.join(missing)}")
-    try:
-        shape = TypeAdapter(shape_type).validate_python(fields | extra)
-    except ValidationError as error:
-        faults = [f"{e['loc'][0]}: {e['msg']} (is {e['input']!r})" for e in error.errors()]
-        raise UserError(f"{where}: {'; '.join(faults)}") from error
-    faults = shape_faults(shape)
-    if faults:
-        raise UserError(f"{where}: {'; '.join(faults)}")
-    try:
-        with torch.device("meta"):
-            drafter = drafter_type(shape)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{where}: no drafter has this shape: {error!r}") from error
+    shape = read_shape(shape_type, fields | extra, shape_faults, where)
+    drafter = build_on_meta(drafter_type, shape, where)
     require_equal(layer, layer_keys(drafter), where)
     require_equal(config, _draft_keys(drafter, form), where)
-    if config["dtype"] not in DTYPES:
-        raise UserError(f"{where}: dtype {config['dtype']!r} is none of {', '.join(DTYPES)}")
-    return drafter, DTYPES[config["dtype"]]
-
-
-def require_equal(section: dict[str, Any], expected: dict[str, Any], where: Path) -> None:
-    """UserError unless a config has every expected key with the expected value."""
-    missing = [key for key in expected if key not in section]
-    if missing:
-        raise UserError(f"{where}: missing keys: {', '.join(missing)}")
-    for key, value in expected.items():
-        if section[key] != value:
-            raise UserError(
-                f"{where}: {key} is {section[key]!r}; with the other keys it would be {value!r}"
-            )
+    return drafter, read_dtype(config, where)
 
 
 def shape_faults(shape: Eagle3Config) -> list[str]:
