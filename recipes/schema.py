@@ -103,6 +103,11 @@ class TrainSection(Section):
     max_minutes: Positive | None = Field(
         default=None, description="minutes of training, schedule included; null = by epochs"
     )
+    clock: Literal["wall", "processor"] = Field(
+        default="wall",
+        description="what max_minutes counts: time that passes, or processor time of one process "
+        "with all its threads, which a busy machine does not shorten (comparisons on CPUs)",
+    )
     batch_tokens: Count | None = Field(
         default=None, description="tokens a micro-batch and process; null = micro_batch_size rows"
     )

@@ -2,16 +2,21 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from recipes.schema import load_recipe
+from train.run import run as distill
 
 pytestmark = pytest.mark.slow  # each command takes ten seconds to import what it needs
 
@@ -177,3 +182,20 @@ def test_bad_input_is_one_line_and_exit_2(args: list[str], said: str, tmp_path: 
     out = run("train/distill.py", *args, f"output_dir={tmp_path}", *FAST[:2], code=2)
     errors = [line for line in out.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and said in errors[0] and "Traceback" not in out
+
+
+def test_processor_minutes_do_not_pass_while_the_machine_is_busy_elsewhere(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the wall's clock, which jumps here, the same limit ends the run after its first step."""
+    steps = {}
+    for kind in ("processor", "wall"):
+        folder = tmp_path / kind
+        shutil.copytree(straight / "smoke/data", folder / "smoke/data")
+        hours = iter(range(0, 3600 * 10_000, 3600))
+        clocks = SimpleNamespace(monotonic=lambda h=hours: float(next(h)), process_time=float)
+        monkeypatch.setattr("train.loop.time", clocks)
+        changes = [f"output_dir={folder}", f"train.clock={kind}", "train.max_minutes=30"]
+        distill(load_recipe(ROOT / SMOKE, [*FAST, *changes]), resume=False)
+        steps[kind] = max(metrics(folder, "step"))
+    assert steps == {"processor": 20, "wall": 1}

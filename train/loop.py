@@ -220,9 +220,9 @@ def train(
         name: torch.tensor(values, dtype=torch.float64, device=target.device) * (rank == 0)
         for name, values in done.window.items()
     }
-    clock = time.monotonic()
-    logged, logged_step, logged_tokens, num_read = clock, done.step, done.num_tokens, 0
-    began = clock - done.seconds
+    logged, logged_step, logged_tokens, num_read = time.monotonic(), done.step, done.num_tokens, 0
+    clock = time.process_time if section.clock == "processor" else time.monotonic
+    began = clock() - done.seconds
     metrics_log = MetricsLog(
         recipe.run_dir,
         recipe.log,
@@ -239,7 +239,7 @@ def train(
         if done.step < num_steps:
             for window in timer.waiting(reader):
                 # ---- one optimizer step ----
-                elapsed = _same_everywhere(accelerator, time.monotonic() - began, limit)
+                elapsed = _same_everywhere(accelerator, clock() - began, limit)
                 # A run limited by time moves along its schedule by the clock, if that is further.
                 place = max(done.step, elapsed / limit * num_steps)
                 lr = section.lr * lr_factor(
@@ -268,7 +268,7 @@ def train(
                 advance(1)
                 done.num_tokens += total
                 done.num_empty += num_empty
-                done.seconds = time.monotonic() - began
+                done.seconds = clock() - began
                 if math.isfinite(norm):
                     for name, value in step_sums.items():
                         sums[name] = sums.get(name, 0) + value
@@ -303,7 +303,7 @@ def train(
                     num_read, logged_step = 0, done.step
                 every = section.validate_every
                 if last or (every and done.step % every == 0):
-                    paused = time.monotonic()
+                    paused, paused_at = time.monotonic(), clock()
                     measured = distiller
                     if divides_weights(accelerator):
                         measured = make_distiller(recipe, target, prepared, whole())
@@ -316,7 +316,7 @@ def train(
                     metrics_log.log(done.step, numbers)
                     if page.is_file():
                         metrics_log.attach(done.step, "samples", page)
-                    began += time.monotonic() - paused  # validation is not training time
+                    began += clock() - paused_at  # validation is not training time
                     logged += time.monotonic() - paused
                     timer.leave_out(time.monotonic() - paused)
                 stop = _same_everywhere(accelerator, float(signals.received), 0)

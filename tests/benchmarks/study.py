@@ -193,13 +193,18 @@ def summary(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def train_arm(recipe: Recipe) -> None:
+    """Train and export an arm, or what is missing of it."""
+    path = recipe.run_dir / "recipe.yaml"
+    write_text(path, dump_recipe(recipe))
+    command("train/distill.py", path.absolute(), "--resume")
+    command("train/export.py", recipe.run_dir.absolute())
+
+
 def train_and_measure(recipe: Recipe, target: Target) -> dict[str, Any]:
     """One arm with weights."""
     run = recipe.run_dir
-    path = run / "recipe.yaml"
-    write_text(path, dump_recipe(recipe))
-    command("train/distill.py", path.absolute(), "--resume")
-    command("train/export.py", run.absolute())
+    train_arm(recipe)
     found = summary(recipe)
     prepared = prepare(recipe, target)
     layers, seed = aux_layers_of(recipe, target), recipe.train.seed
@@ -251,6 +256,11 @@ def run_study(args: argparse.Namespace, table: Table, names: list[str], folder: 
     recipe = table.arms[names[0]]
     target = Target.load(recipe.target)
     report = prepare_shared(table, folder, target).report
+    if args.train_only:
+        for name in names:
+            if is_trained(table.arms[name]):
+                train_arm(table.arms[name])
+        return 0
     arms: dict[str, Any] = {}
     study = {
         "minutes": args.minutes,
@@ -289,6 +299,7 @@ def main() -> int:
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--out", type=Path, default=Path("outputs/study"))
     parser.add_argument("--docs", type=Path, help="a file with the markers; none = no text")
+    parser.add_argument("--train-only", action="store_true", help="train and export, no measuring")
     parser.add_argument("--plan", action="store_true", help="say what it takes, and stop")
     args = parser.parse_args()
     log_to_stderr()
