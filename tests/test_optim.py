@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from recipes.errors import UserError
-from recipes.schema import TrainSection
+from recipes.train_section import TrainSection
 from train.optim import build_optimizer, clip, lr_factor, param_groups, set_lr
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipes.errors import UserError
-from recipes.schema import TrainSection
+from recipes.train_section import TrainSection
 
 
 def param_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
