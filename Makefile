@@ -19,7 +19,7 @@ LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup browser demo test check lint bench study clean
+.PHONY: help setup browser demo test check lint bench study study-speed clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -82,6 +82,10 @@ bench: $(STAMP)  ## ratios of this machine, then the exported drafter of RECIPE 
 study: $(STAMP)  ## every drafter at equal MINUTES=20 of training (ARMS="a b"): docs/study.md
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python tests/benchmarks/study.py --minutes $(MINUTES) \
 		$(if $(ARMS),--arms $(ARMS)) --docs docs/study.md
+
+study-speed: $(STAMP)  ## speed of what `make study` trained, alone on the machine
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python tests/benchmarks/study.py --minutes $(MINUTES) \
+		--speed $(ARMS) --docs docs/study.md
 
 clean:  ## remove caches; outputs/ and the environment stay
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist

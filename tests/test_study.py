@@ -5,17 +5,20 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
-from data.batch import Row
+from data.batch import Batch, Row
 from data.hidden_states import StateStore, capture_pass, manifest_of
 from data.target import Target
+from drafters.lookup import Lookup
+from eval.metrics import PromptRecord
 from recipes.errors import UserError
 from recipes.schema import TargetSection
-from tests.benchmarks import study, study_numbers, study_text
+from tests.benchmarks import study, study_numbers, study_plot, study_table, study_text
 
 TABLE = """
 recipe:
@@ -43,8 +46,10 @@ arms:
   lookup: {eval: {drafters: [lookup]}}
   eagle3: {drafter: {method: eagle3, draft_vocab_size: 128}}
   medusa: {drafter: {method: medusa, num_heads: 2}, loss: {num_steps: 2}}
+joined: [medusa]
 contrasts:
   a head a token or one for all: [eagle3, medusa]
+speed: {tasks: ["heldout:2"], num_draft_tokens: [1, 2], max_new_tokens: 6}
 """
 
 
@@ -54,24 +59,63 @@ def row(name: str, ids: list[int]) -> Row:
     return Row(id=name, ids_S=torch.tensor(ids), mask_S=torch.tensor(mask))
 
 
-def arm(name: str, tau: list[float], speedup: list[float], num_params: int = 0) -> dict[str, Any]:
+def arm(
+    name: str, tau: list[float], speedup: list[float] | None, num_params: int = 0
+) -> dict[str, Any]:
+    speed = speedup and {"1": {"speedup": {"chat": speedup}, "cost": 0.25}}
     return {
         "name": name,
         "num_params": num_params,
+        "num_tokens": 5000,
+        "minutes": 8.0,
+        "hardware": "a chip",
+        "commit": "c0ffee",
         "tau": {"chat": tau},
-        "speedup": {"chat": speedup},
+        "accepted": [[0.5, 0.4, 0.6], None],
+        "speed": speed,
+        "alpha": None,
+    }
+
+
+def trained(name: str, tau: list[float], speedup: list[float] | None) -> dict[str, Any]:
+    curve = [
+        {"minutes": 2.0 * q, "tokens": 1000 * q, "loss": 4.0 - q, "top1": [0.1 * q, 0.0]}
+        for q in (1, 2, 3, 4)
+    ]
+    curve[1] = {"minutes": 4.0, "tokens": None, "loss": None, "top1": None}
+    return arm(name, tau, speedup, 2_000_000) | {
+        "alpha": [[0.45, 0.4, 0.5], [0.2, 0.1, 0.3]],
+        "top1": [[0.4, 0.35, 0.45], [0.2, 0.1, 0.3]],
+        "top1_untrained": [[0.05, 0.0, 0.1], [0.0, 0.0, 0.0]],
+        "rise": [0.35, 0.3, 0.4],
+        "over_ngram": [0.01, -0.1, 0.12],
+        "curve": curve,
+    }
+
+
+def study_of(arms: list[dict[str, Any]], contrasts: dict[str, list[str]]) -> dict[str, Any]:
+    return {
+        "minutes": 8,
+        "target": "a target",
+        "num_rows": 100,
+        "num_train_tokens": 2000,
+        "num_draft_tokens": 2,
+        "speed": {"tasks": ["chat:5"], "num_draft_tokens": [1, 2]},
+        "contrasts": contrasts,
+        "arms": {arm["name"]: arm for arm in arms},
     }
 
 
 def test_shipped_table_is_valid_and_shares_its_answers(tmp_path: Path) -> None:
-    table = study.read_table(study.TABLE, 20, tmp_path)
-    assert {name for name, recipe in table.arms.items() if not study.is_trained(recipe)} == {
+    table = study_table.read_table(study.TABLE, 20, tmp_path)
+    assert {name for name, recipe in table.arms.items() if not study_table.is_trained(recipe)} == {
         "lookup",
         "suffix",
     }
     assert {recipe.drafter.method for recipe in table.arms.values()} == {
         *("eagle3", "p_eagle", "eagle1", "mtp", "medusa", "dflash", "dspark", "small_lm", "pard"),
     }
+    assert "lookup+eagle3" in table.arms and table.speed.num_draft_tokens == [1, 2]
     assert {recipe.train.max_minutes for recipe in table.arms.values()} == {20.0}
     assert table.arms["eagle3-tv"].loss.name == "tv"
     assert table.arms["eagle3-random"].drafter.init == "random"
@@ -79,12 +123,12 @@ def test_shipped_table_is_valid_and_shares_its_answers(tmp_path: Path) -> None:
 
 def test_arm_of_other_answers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.yaml"
-    path.write_text(TABLE.replace("{lookup}", "") + "  none: [eagle1]\n")
+    path.write_text(TABLE.replace("contrasts:", "contrasts:\n  none: [eagle1]"))
     with pytest.raises(UserError, match=r"contrast 'none': no arm eagle1"):
-        study.read_table(path, 1, tmp_path)
+        study_table.read_table(path, 1, tmp_path)
     path.write_text(TABLE.replace("  medusa: {", "  medusa: {data: {seed: 1}, "))
     with pytest.raises(UserError, match=r"arm medusa: target, data and eval are those of all arms"):
-        study.read_table(path, 1, tmp_path)
+        study_table.read_table(path, 1, tmp_path)
 
 
 def test_one_is_ahead_where_intervals_are_apart_on_every_task() -> None:
@@ -97,18 +141,6 @@ def test_one_is_ahead_where_intervals_are_apart_on_every_task() -> None:
     assert study_numbers.mean(a) == 1.75
 
 
-def test_best_number_is_the_mean_over_tasks_up_to_the_measured() -> None:
-    def curve(*speedups: float) -> dict[str, Any]:
-        points = enumerate(speedups, 1)
-        return {"predicted_curve": [{"num_draft_tokens": k, "speedup": s} for k, s in points]}
-
-    record = {
-        "settings": {"num_draft_tokens": 3},
-        "tasks": {"chat": curve(1.0, 1.3, 1.1, 9.0), "code": curve(1.4, 1.2, 1.2, 9.0)},
-    }
-    assert study_numbers.best_num_draft(record) == 2  # means 1.2, 1.25, 1.15
-
-
 def test_gain_of_alpha_and_its_interval() -> None:
     counts = np.full((8, 1), 10.0)
     before, after = np.full((8, 1), 2.0), np.full((8, 1), 7.0)
@@ -116,13 +148,47 @@ def test_gain_of_alpha_and_its_interval() -> None:
     mixed = np.array([[1.0], [3.0]] * 4)
     rise, low, high = study_numbers.gain((before, counts), (mixed, counts))
     assert rise == pytest.approx(0.0) and low < 0 < high
-    assert study_numbers.ratio(np.array([[1.0, 0.0]]), np.array([[4.0, 0.0]])) == [0.25, None]
+
+
+def test_rates_by_depth_with_intervals_over_rows() -> None:
+    sums, counts = np.array([[1.0, 0.0]] * 4), np.array([[4.0, 0.0]] * 4)
+    assert study_numbers.rates(sums, counts) == [[0.25, 0.25, 0.25], None]
+    value, low, high = study_numbers.rates(np.array([[1.0], [3.0]] * 4), np.full((8, 1), 4.0))[0]
+    assert value == 0.5 and 0.25 <= low < 0.5 < high <= 0.75
+
+
+def test_accepted_positions_are_conditional_and_pooled_over_prompts() -> None:
+    records = [  # of 4 + 4 rounds 6 accept the first token, of these 2 the second
+        PromptRecord("a", None, 0, [2] * 4, [2, 1, 1, 0]),
+        PromptRecord("b", None, 0, [2] * 2, [1, 0]),
+        PromptRecord("b", None, 1, [2] * 2, [2, 1]),
+    ]
+    first, second, third = study_numbers.accepted(records, 3)
+    assert first[0] == 0.75 and second[0] == pytest.approx(1 / 3)
+    assert third is not None and third[0] == 0.0  # reached by two rounds, accepted by none
+
+
+def test_first_guesses_of_lookup_are_compared_with_the_target() -> None:
+    ids = torch.tensor([[7, 8, 9, 7, 8, 9, 1]])
+    mask = torch.tensor([[False, False, False, True, True, True, True]])
+    argmax = torch.tensor([[0, 0, 7, 8, 9, 7, 0]])
+    batch = Batch(
+        row_ids=["a"], ids_BS=ids, mask_BS=mask, lengths_B=torch.tensor([7]), argmax_BS=argmax
+    )
+    # Drafts start behind tokens 3, 4 and 5; lookup knows what followed "7 8" and "8 9" before.
+    assert study_numbers._first_guesses(batch, Lookup(2, 4)) == (2.0, 3.0)
 
 
 def test_learning_curve_is_the_means_of_quarters(tmp_path: Path) -> None:
     minutes, losses = [1.0, 2.0, 3.0, 8.0], [4.0, 2.0, 1.5, 1.0]
     lines = [
-        {"minutes": m, "loss": x, "alpha_by_step": [x / 10, 0.1], "num_tokens": 10 * m}
+        {
+            "minutes": m,
+            "loss": x,
+            "alpha_by_step": [x / 10, 0.1],
+            "top1_by_step": [0.5, 0.0],
+            "num_tokens": 10 * m,
+        }
         for m, x in zip(minutes, losses, strict=True)
     ]
     path = tmp_path / "metrics.jsonl"
@@ -130,25 +196,67 @@ def test_learning_curve_is_the_means_of_quarters(tmp_path: Path) -> None:
     curve = study_numbers.learning_curve(path)
     assert [point["loss"] for point in curve] == [3.0, 1.5, None, 1.0]
     assert curve[0]["alpha"] == pytest.approx([0.3, 0.1]) and curve[0]["tokens"] == 20
+    assert curve[3]["top1"] == [0.5, 0.0] and curve[2]["top1"] is None
 
 
 def test_advice_follows_the_intervals() -> None:
-    arms = {
-        "big": arm("big", [2.0, 1.9, 2.1], [1.3, 1.2, 1.4], 9),
-        "small": arm("small", [1.5, 1.4, 1.6], [1.25, 1.15, 1.35], 2),
-        "slow": arm("slow", [1.4, 1.3, 1.5], [0.8, 0.7, 0.9], 1),
-    }
-    contrasts = {"size": ["big", "small"], "speed": ["small", "slow"], "else": ["other", "big"]}
-    assert study_text.advice({"arms": arms, "contrasts": contrasts}) == [
-        "Fastest on this machine: big, 1.30x; its intervals are not apart from those of small. Of "
-        "these small has the fewest weights.",
-        "Most tokens a round: big, 2.00 tokens a round, its intervals above those of all others.",
-        "Faster than the target alone on every task: big, small.",
-        "Slower than it on every task, even at their best number: slow.",
-        "Size: big and small: tau 2.00 and 1.50, big is ahead; speedup 1.30 and 1.25, not apart.",
-        "Speed: small and slow: tau 1.50 and 1.40, not apart; speedup 1.25 and 0.80, small is "
-        "ahead.",
+    arms = [
+        arm("big", [2.0, 1.9, 2.1], [1.3, 1.2, 1.4], 9),
+        arm("small", [1.5, 1.4, 1.6], [1.25, 1.15, 1.35], 2),
+        arm("slow", [1.4, 1.3, 1.5], [0.8, 0.7, 0.9], 1),
+        arm("untimed", [1.0, 0.9, 1.1], None, 1),
     ]
+    contrasts = {
+        "size": ["big", "small"],
+        "speed": ["small", "slow", "untimed"],
+        "else": ["x", "big"],
+    }
+    assert study_text.advice(study_of(arms, contrasts)) == [
+        "Most tokens a round: big, 2.00 tokens a round, its intervals above those of all others.",
+        "Fastest on this machine at 1 draft token: big, 1.30x; its intervals are not apart from "
+        "those of small. Of these small has the fewest weights.",
+        "Faster than the target alone on every task, at 1 draft token: big, small; slower: slow; "
+        "not timed: untimed.",
+        "Speed at 2 draft tokens: not run.",
+        "Size: big and small: tau 2.00 and 1.50, big is ahead; speedup at 1 1.30 and 1.25, not "
+        "apart.",
+        "Speed: small and slow: tau 1.50 and 1.40, not apart; speedup at 1 1.25 and 0.80, small is "
+        "ahead.",
+        "Speed: small and untimed: tau 1.50 and 1.00, small is ahead.",
+    ]
+
+
+def test_tables_say_what_was_not_run() -> None:
+    lookup = arm("lookup", [1.2, 1.1, 1.3], [1.1, 1.05, 1.2]) | {"top1": [[0.2, 0.1, 0.3]]}
+    study = study_of([lookup, trained("head", [1.5, 1.4, 1.6], None)], {})
+    lines = study_text.to_markdown(study, "curves.svg").split("\n")
+    assert "| head | 1.50 [1.40, 1.60] | 0.50 [0.40, 0.60], - |" in lines
+    assert "| arm | 1: chat | 1: cost c | 2: chat | 2: cost c |" in lines
+    assert "| head | not run | not run | not run | not run |" in lines
+    assert "| lookup | 1.10 [1.05, 1.20] | 0.25 | not run | not run |" in lines
+    assert "| head | 2.0M | 5,000 | 8.0 | 0.45 [0.40, 0.50], 0.20 [0.10, 0.30] |" in lines
+    assert (
+        "| head | 3.00, 0.10 | -, - | 1.00, 0.30 | 0.00, 0.40 | 0.05 [0.00, 0.10] | "
+        "0.35 [0.30, 0.40]: better | 0.01 [-0.10, 0.12]: not apart | better |" in lines
+    )
+    assert "![top-1 agreement against minutes, a panel an arm](curves.svg)" in lines
+
+
+def test_plot_has_a_panel_for_each_trained_arm() -> None:
+    lookup = arm("lookup", [1.2, 1.1, 1.3], None) | {"top1": [[0.2, 0.1, 0.3]]}
+    root = ElementTree.fromstring(
+        study_plot.to_svg(study_of([lookup, trained("a<b", [1.5, 1.4, 1.6], None)], {}))
+    )
+    space = "{http://www.w3.org/2000/svg}"
+    (panel,) = root.iter(f"{space}g")
+    assert panel.find(f"{space}text").text == "a<b"
+    # Axes of 176 x 114 from (34, 140): 8 minutes wide, 0 to 1 high.
+    hollow, full = panel.iter(f"{space}circle")
+    assert (hollow.get("cx"), hollow.get("cy"), hollow.get("fill")) == ("34.0", "134.3", "white")
+    assert (full.get("cx"), full.get("cy")) == ("210.0", "94.4")
+    dashed, curve = list(panel.iter(f"{space}polyline"))[-2:]
+    assert dashed.get("points") == "34.0,117.2 210.0,117.2" and dashed.get("stroke-dasharray")
+    assert curve.get("points") == "78.0,128.6 166.0,105.8 210.0,94.4"  # quarters 1, 3 and 4
 
 
 def test_only_text_between_the_markers_is_replaced() -> None:
@@ -200,22 +308,25 @@ def test_whole_study_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "--docs",
         docs,
     ]
+    rest = list(map(str, words[5:]))
     monkeypatch.setattr(sys, "argv", ["study.py", *map(str, words)])
     handler = signal.getsignal(signal.SIGTERM)
     try:
         assert study.main() == 0
         folder = tmp_path / "out"
         found = json.loads((folder / "study.json").read_text())
-        assert list(found["arms"]) == ["lookup", "medusa", "lookup+medusa"]
+        assert list(found["arms"]) == ["lookup", "medusa"]
         medusa = found["arms"]["medusa"]
-        assert medusa["minutes"] > 0 and medusa["num_tokens"] > 0
+        assert medusa["minutes"] > 0 and medusa["num_tokens"] > 0 and medusa["speed"] is None
         assert len(medusa["alpha"]) == 2 and len(medusa["curve"]) == 4
-        assert medusa["alpha"][0] - medusa["alpha_untrained"][0] == pytest.approx(
-            medusa["alpha_gain"][0]
-        )
+        before, after = medusa["top1_untrained"][0][0], medusa["top1"][0][0]
+        assert after - before == pytest.approx(medusa["rise"][0])
+        ngram = found["arms"]["lookup"]["top1"][0][0]
+        assert after - ngram == pytest.approx(medusa["over_ngram"][0])
         assert found["arms"]["lookup"]["num_params"] == 0 < medusa["num_params"]
         text = docs.read_text()
         assert text.startswith("# Study\n") and "| medusa | " in text
+        assert docs.with_suffix(".svg").read_text().count("<g ") == 1
         shared = folder / "0.03min" / "shared" / "data"
         assert (folder / "0.03min" / "medusa" / "data").resolve() == shared
         manifest = json.loads((shared / "states" / "manifest.json").read_text())
@@ -226,5 +337,20 @@ def test_whole_study_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert shards and study.main() == 0
         assert {p: p.stat().st_mtime_ns for p in written} == written
         assert json.loads((folder / "study.json").read_text()) == found
+        # Speed of one arm, and another arm behind: neither changes what the others say.
+        monkeypatch.setattr(sys, "argv", ["study.py", *map(str, words), "--speed", "medusa"])
+        assert study.main() == 0
+        monkeypatch.setattr(
+            sys, "argv", ["study.py", *map(str, words[:2]), "--arms", "lookup+medusa", *rest]
+        )
+        assert study.main() == 0
+        again = json.loads((folder / "study.json").read_text())["arms"]
+        assert list(again) == ["lookup", "medusa", "lookup+medusa"]
+        speed = again["medusa"].pop("speed")
+        assert list(speed) == ["1", "2"] and speed["2"]["speedup"]["heldout:2"][0] > 0
+        assert again["medusa"] | {"speed": None} == medusa
+        assert again["lookup"] == found["arms"]["lookup"]
+        assert again["lookup+medusa"]["speed"] is None and again["lookup+medusa"]["alpha"] is None
+        assert {p: p.stat().st_mtime_ns for p in written} == written
     finally:
         signal.signal(signal.SIGTERM, handler)

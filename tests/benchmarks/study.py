@@ -1,11 +1,13 @@
 """Every drafter of a table at the same minutes of training, compared (`make study`).
 
     python tests/benchmarks/study.py [--minutes 20] [--arms eagle3 dflash] [--plan]
+    python tests/benchmarks/study.py --minutes 20 --speed [eagle3 dflash]      # on a quiet machine
 
 The answers and states are made once, then each arm is trained, exported and measured by the
-project's own commands. OUT/<minutes>min/ARM is its run; study.json and the text between the markers
-of DOCS are written anew after each arm. What is done is skipped, so Ctrl-C and the same command go
-on where it was; with other --minutes it is another study beside.
+project's own commands. OUT/<minutes>min/ARM is its run; study.json, the curves beside DOCS and the
+text between its markers are written anew after each arm. What is done is skipped, so Ctrl-C and the
+same command go on where it was; with other --minutes it is another study beside. What a study says
+is what all arms that were measured say, whatever --arms names.
 """
 
 import argparse
@@ -13,13 +15,10 @@ import gc
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from pydantic import ValidationError
 
 from data.files import make_folder, read_json, stable_hash, write_json, write_text
 from data.pipeline import Prepared, aux_layers_of, prepare
@@ -29,83 +28,26 @@ from data.target import Target
 from drafters.export_info import TargetInfo
 from drafters.methods import build_drafter
 from drafters.vllm_format import load
-from eval.results import Plan
-from eval.sweep import find_todo, load_tasks, make_points, run_points
+from eval.results import make_drafters
 from recipes.drafter_sections import Eagle3Section
 from recipes.errors import UserError
-from recipes.keys import describe_errors
 from recipes.schema import Recipe, dump_recipe
-from recipes.yaml_text import parse_yaml
 from tests.benchmarks import study_numbers as numbers
+from tests.benchmarks.study_measure import acceptance, measure_speed, plan_of, read_speed
+from tests.benchmarks.study_plot import to_svg
+from tests.benchmarks.study_table import Table, is_trained, read_table
 from tests.benchmarks.study_text import insert, to_markdown
 
 TABLE = Path(__file__).with_suffix(".yaml")
-MEASURING = 8  # minutes an arm for starting, export and measurement, on two cores
-
-
-class Table(NamedTuple):
-    """The arms as whole recipes, and which of them answer a question together."""
-
-    arms: dict[str, Recipe]
-    contrasts: dict[str, list[str]]
+# Minutes on two cores: an arm's start and export, its acceptance, one number of draft tokens timed.
+START_MINUTES, MEASURE_MINUTES, SPEED_MINUTES = 1, 2, 2
 
 
 class Stopped(Exception):
     """A command was interrupted; its state is saved."""
 
 
-def read_table(path: Path, minutes: float, folder: Path) -> Table:
-    """The table with the budget filled in.
-
-    Raises:
-        UserError: a section or key is wrong; arms that do not share target, answers and tasks.
-    """
-    values = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    if not isinstance(values, dict) or set(values) != {"recipe", "arms", "contrasts"}:
-        raise UserError(f"{path}: expected the sections recipe:, arms: and contrasts:")
-    budget = {
-        "output_dir": str(folder),
-        "train": {"max_minutes": float(minutes)},
-        "data": {"max_minutes": float(minutes)},
-    }
-    arms = {}
-    for name, changes in values["arms"].items():
-        fields = merged(merged(merged(values["recipe"], budget), changes), {"name": name})
-        try:
-            arms[name] = Recipe.model_validate(fields)
-        except ValidationError as error:
-            raise UserError(describe_errors(error, Recipe, f"{path}, arm {name}", [])) from error
-    first = next(iter(arms.values()))
-    for name, recipe in arms.items():
-        drafters = {"drafters": first.eval.drafters}
-        same = recipe.target == first.target and recipe.data == first.data
-        if not same or recipe.eval.model_copy(update=drafters) != first.eval:
-            raise UserError(f"{path}, arm {name}: target, data and eval are those of all arms")
-        if len(recipe.eval.drafters) != 1 or recipe.eval.temperatures != [0.0]:
-            raise UserError(f"{path}, arm {name}: needs one eval.drafters and temperatures [0.0]")
-    for question, names in values["contrasts"].items():
-        if unknown := set(names) - arms.keys():
-            raise UserError(f"{path}, contrast {question!r}: no arm {', '.join(sorted(unknown))}")
-    return Table(arms, values["contrasts"])
-
-
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The base with the changes put over it, section by section."""
-    result = dict(base)
-    for key, value in changes.items():
-        inner = result.get(key)
-        if isinstance(inner, dict) and isinstance(value, dict):
-            value = merged(inner, value)
-        result[key] = value
-    return result
-
-
-def is_trained(recipe: Recipe) -> bool:
-    """Whether the arm's drafter has weights."""
-    return recipe.eval.drafters[0] not in ("lookup", "suffix")
-
-
-def prepare_shared(table: Table, folder: Path, target: Target) -> Prepared:
+def prepare_shared(table: Table, target: Target) -> Prepared:
     """Answers and states for all arms of the table: RUN/data of each is a link to this one."""
     arms = [recipe for recipe in table.arms.values() if is_trained(recipe)]
     layers = {k for recipe in arms for k in aux_layers_of(recipe, target)} - {target.num_layers}
@@ -146,53 +88,6 @@ def command(*words: object) -> None:
         raise UserError(f"{' '.join(texts)}: exit code {code}")
 
 
-def bench(recipe: Recipe, num_draft: int) -> dict[str, Any]:
-    """The record of the arm at a number of draft tokens, measured where it is not there yet."""
-    run = recipe.run_dir.absolute()
-    plan = Plan(recipe, recipe.name, run, run / "export", run / "results")
-    points = make_points(plan, [recipe.eval.batch_size], [num_draft])
-    tasks = load_tasks(plan)
-    run_points(find_todo(points, tasks), tasks)
-    record: dict[str, Any] = read_json(points[0].path)
-    for name, task in record["tasks"].items():
-        known = task["tau_ci95"] and task["speedup_ci95"] and task.get("predicted_curve")
-        if not known:
-            raise UserError(f"{points[0].path}: no intervals on {name}; name more prompts of it")
-    return record
-
-
-def bounded(record: dict[str, Any], key: str) -> dict[str, list[float]]:
-    """Task -> value and the ends of its interval."""
-    return {name: [task[key], *task[f"{key}_ci95"]] for name, task in record["tasks"].items()}
-
-
-def summary(recipe: Recipe) -> dict[str, Any]:
-    """What records say of an arm: at the common number of draft tokens, and at its best one."""
-    record = bench(recipe, recipe.eval.num_draft_tokens)
-    best = numbers.best_num_draft(record)
-    at_best = bench(recipe, best)
-    costs = [task["cost_ratio"] for task in record["tasks"].values()]
-    known = [cost for cost in costs if cost is not None]
-    return {
-        "name": recipe.name,
-        "method": record["identity"]["method"],
-        "num_params": record["identity"]["drafter_params"],
-        "num_tokens": record["identity"]["trained_tokens"],
-        "minutes": record["identity"]["train_minutes"],
-        "hardware": record["identity"]["hardware"],
-        "commit": record["identity"]["commit"],
-        "tau": bounded(record, "tau"),
-        "best_num_draft": best,
-        "speedup": bounded(at_best, "speedup"),
-        "predicted": {
-            name: next(p["speedup"] for p in t["predicted_curve"] if p["num_draft_tokens"] == best)
-            for name, t in record["tasks"].items()
-        },
-        "cost": sum(known) / len(known) if known else None,
-        "alpha": None,
-    }
-
-
 def train_arm(recipe: Recipe) -> None:
     """Train and export an arm, or what is missing of it."""
     path = recipe.run_dir / "recipe.yaml"
@@ -201,92 +96,137 @@ def train_arm(recipe: Recipe) -> None:
     command("train/export.py", recipe.run_dir.absolute())
 
 
-def train_and_measure(recipe: Recipe, target: Target) -> dict[str, Any]:
-    """One arm with weights."""
-    run = recipe.run_dir
-    train_arm(recipe)
-    found = summary(recipe)
-    prepared = prepare(recipe, target)
+def measure_training(
+    recipe: Recipe, target: Target, prepared: Prepared, ngram: numbers.Heldout
+) -> dict[str, Any]:
+    """What training did: held-out numbers before and after it, beside lookup's, and the curve."""
     layers, seed = aux_layers_of(recipe, target), recipe.train.seed
     before = build_drafter(recipe.drafter, target, layers, prepared.vocab, seed)
-    after = load(run / "drafter", TargetInfo.of(target))
-    sums = [
-        numbers.heldout_sums(recipe, target, prepared, drafter.to(target.device))
-        for drafter in (before, after)
-    ]
-    return found | {
-        "alpha": numbers.ratio(*sums[1]),
-        "alpha_untrained": numbers.ratio(*sums[0]),
-        "alpha_gain": numbers.gain(sums[0], sums[1]),
-        "curve": numbers.learning_curve(run / "metrics.jsonl"),
+    after = load(recipe.run_dir / "drafter", TargetInfo.of(target))
+    drafters = [drafter.to(target.device) for drafter in (before, after)]
+    first, last = numbers.heldout_sums(recipe, target, prepared, drafters)
+    hits = (last.top1_CG, last.counts_CG)
+    return {
+        "alpha": numbers.rates(last.alpha_CG, last.counts_CG),
+        "top1": numbers.rates(*hits),
+        "top1_untrained": numbers.rates(first.top1_CG, first.counts_CG),
+        "rise": numbers.gain((first.top1_CG, first.counts_CG), hits),
+        "over_ngram": numbers.gain((ngram.top1_CG, ngram.counts_CG), hits),
+        "curve": numbers.learning_curve(recipe.run_dir / "metrics.jsonl"),
     }
 
 
-def run_arm(recipe: Recipe, target: Target) -> dict[str, Any]:
-    """The numbers of an arm; those of an earlier call where its recipe is the same."""
-    fields = recipe.model_dump(mode="json", exclude={"output_dir"})
-    path, key = recipe.run_dir / "arm.json", stable_hash(fields)
-    if path.is_file() and (stored := read_json(path))["key"] == key:
-        return dict(stored)
-    print(f"== {recipe.name}", file=sys.stderr)
-    found = train_and_measure(recipe, target) if is_trained(recipe) else summary(recipe)
-    found["key"] = key
-    write_json(path, found)
-    gc.collect()
-    return found
+class Runner:
+    """Measures arms, or finds what an earlier call measured."""
+
+    def __init__(self, table: Table, target: Target, shared: Prepared) -> None:
+        self.table, self.target, self.shared = table, target, shared
+        self._ngram: numbers.Heldout | None = None
+
+    @property
+    def ngram(self) -> numbers.Heldout:
+        """Lookup's first guesses on the held-out rows."""
+        if self._ngram is None:
+            plan = plan_of(next(iter(self.table.arms.values())))
+            lookup = make_drafters(plan, self.target, ["lookup"])["lookup"]
+            self._ngram = numbers.heldout_guesses(self.target, self.shared, lookup)
+        return self._ngram
+
+    def known(self, name: str) -> dict[str, Any] | None:
+        """An arm's numbers, where they are those of its recipe; its speed, where measured."""
+        recipe = self.table.arms[name]
+        path = recipe.run_dir / f"{name}.json"
+        if not path.is_file() or (stored := read_json(path))["key"] != key_of(recipe):
+            return None
+        return dict(stored) | {"speed": read_speed(recipe, self.table.speed)}
+
+    def run(self, name: str) -> None:
+        """Train and measure an arm, speed left out, where that is not done."""
+        recipe = self.table.arms[name]
+        if self.known(name) is not None:
+            return
+        print(f"== {name}", file=sys.stderr)
+        training: dict[str, Any] = {"alpha": None}
+        if name != recipe.name:
+            self.run(recipe.name)  # the drafter's own run
+        elif is_trained(recipe):
+            train_arm(recipe)
+            prepared = prepare(recipe, self.target)
+            training = measure_training(recipe, self.target, prepared, self.ngram)
+        elif name == "lookup":
+            hits = numbers.rates(self.ngram.top1_CG, self.ngram.counts_CG)
+            training = training | {"top1": hits}
+        found = {"name": name} | acceptance(recipe, self.target) | training
+        write_json(recipe.run_dir / f"{name}.json", found | {"key": key_of(recipe)})
+        gc.collect()
 
 
-def joined(recipe: Recipe) -> dict[str, Any]:
-    """n-gram lookup in front of an arm's drafter."""
-    section = recipe.eval.model_copy(update={"drafters": ["lookup+drafter"]})
-    found = summary(recipe.model_copy(update={"eval": section}))
-    return found | {"name": f"lookup+{recipe.name}"}
+def key_of(recipe: Recipe) -> str:
+    """Changes with all that an arm's numbers depend on."""
+    return stable_hash(recipe.model_dump(mode="json", exclude={"output_dir"}))
 
 
-def write_study(study: dict[str, Any], folder: Path, docs: Path | None) -> None:
-    """study.json and, where there is one, the document's section."""
-    write_json(folder / "study.json", study)
-    if docs is not None:
-        text = docs.read_text(encoding="utf-8")
-        write_text(docs, insert(text, to_markdown(study), str(docs)))
-
-
-def run_study(args: argparse.Namespace, table: Table, names: list[str], folder: Path) -> int:
-    """All arms, one after another; returns how many failed."""
-    recipe = table.arms[names[0]]
-    target = Target.load(recipe.target)
-    report = prepare_shared(table, folder, target).report
-    if args.train_only:
-        for name in names:
-            if is_trained(table.arms[name]):
-                train_arm(table.arms[name])
-        return 0
-    arms: dict[str, Any] = {}
+def write_study(args: argparse.Namespace, runner: Runner) -> None:
+    """study.json of all arms that are known and, where there is a document, its section."""
+    table = runner.table
+    recipe = next(iter(table.arms.values()))
+    known = {name: runner.known(name) for name in table.arms}
+    report = runner.shared.report
     study = {
         "minutes": args.minutes,
         "target": recipe.target.model,
         "num_rows": report["num_train_rows"],
         "num_train_tokens": report["num_supervised_tokens"],
         "num_draft_tokens": recipe.eval.num_draft_tokens,
+        "speed": table.speed.model_dump(),
         "contrasts": table.contrasts,
-        "arms": arms,
+        "arms": {name: arm for name, arm in known.items() if arm is not None},
     }
+    write_json(args.out / "study.json", study)
+    if args.docs is None or not study["arms"]:
+        return
+    curves = args.docs.with_suffix(".svg")
+    write_text(curves, to_svg(study))
+    text = args.docs.read_text(encoding="utf-8")
+    write_text(args.docs, insert(text, to_markdown(study, curves.name), str(args.docs)))
+
+
+def run_study(args: argparse.Namespace, table: Table, names: list[str]) -> int:
+    """All arms, one after another, or the speed of some; returns how many failed."""
+    target = Target.load(table.arms[names[0]].target)
+    runner = Runner(table, target, prepare_shared(table, target))
     num_failed = 0
     for name in names:
+        recipe = table.arms[name]
         try:
-            arms[name] = run_arm(table.arms[name], target)
+            if args.train_only:
+                if is_trained(recipe) and name == recipe.name:
+                    train_arm(recipe)
+                continue
+            if args.speed is None:
+                runner.run(name)
+            elif runner.known(name) is None:
+                raise UserError("measure its acceptance first, by the command without --speed")
+            else:
+                measure_speed(recipe, table.speed)
         except UserError as error:
             print(f"error: arm {name} is left out: {error}", file=sys.stderr)
             num_failed += 1
             continue
-        write_study(study, args.out, args.docs)
-    trained = [name for name in arms if is_trained(table.arms[name])]
-    if trained:
-        best = max(trained, key=lambda name: numbers.mean(arms[name]["speedup"]))
-        both = joined(table.arms[best])
-        arms[both["name"]] = both
-        write_study(study, args.out, args.docs)
+        write_study(args, runner)
     return num_failed
+
+
+def hours(args: argparse.Namespace, table: Table, names: list[str]) -> str:
+    """What is asked for, and about how long it takes from nothing."""
+    if args.speed is not None:
+        minutes = SPEED_MINUTES * len(names) * len(table.speed.num_draft_tokens)
+        return f"speed of {len(names)} arms: about {minutes / 60:.1f} hours"
+    runs = {table.arms[name].name for name in names if is_trained(table.arms[name])}
+    minutes = args.minutes * (1 + len(runs)) + START_MINUTES * len(runs)
+    if not args.train_only:
+        minutes += MEASURE_MINUTES * len(names)
+    return f"{len(names)} arms, {len(runs)} trained: about {minutes / 60:.1f} hours in all"
 
 
 def main() -> int:
@@ -296,6 +236,7 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=20, help="of training, each arm")
     parser.add_argument("--arms", nargs="*", help="names in the table; none = all")
+    parser.add_argument("--speed", nargs="*", help="time these arms, which are done; none = all")
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--out", type=Path, default=Path("outputs/study"))
     parser.add_argument("--docs", type=Path, help="a file with the markers; none = no text")
@@ -307,14 +248,12 @@ def main() -> int:
     folder = args.out.absolute() / f"{args.minutes:g}min"
     try:
         table = read_table(args.table, args.minutes, folder)
-        names = args.arms or list(table.arms)
+        names = args.speed or args.arms or list(table.arms)
         if unknown := set(names) - table.arms.keys():
             known = ", ".join(table.arms)
             raise UserError(f"no arm {', '.join(sorted(unknown))}; {args.table} has {known}")
-        num_trained = sum(is_trained(table.arms[name]) for name in names)
-        total = args.minutes * (1 + num_trained) + MEASURING * len(names)
-        print(f"{len(names)} arms, {num_trained} trained: about {total / 60:.1f} hours in all")
-        return 0 if args.plan else min(run_study(args, table, names, folder), 1)
+        print(hours(args, table, names))
+        return 0 if args.plan else min(run_study(args, table, names), 1)
     except (Stopped, KeyboardInterrupt):
         print("stopped; the same command goes on", file=sys.stderr)
         return 130

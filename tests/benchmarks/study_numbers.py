@@ -1,10 +1,11 @@
-"""What the study computes beside the records: held-out acceptance, learning curve, who is ahead.
+"""What the study computes: held-out acceptance, accepted positions, learning curve, who is ahead.
 
-Dimension letters: R rows, G depths, W resamples.
+Dimension letters: C clusters (held-out rows, or prompts), G depths, W resamples.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,36 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batch import make_batch
+from data.batch import Batch, make_batch
 from data.pipeline import Prepared
 from data.target import Target
-from drafters.base import TrainedDrafter
+from drafters.anchors import supervised_slots
+from drafters.base import DecodingDrafter, Sampling, TrainedDrafter
+from eval.metrics import PromptRecord
 from recipes.schema import Recipe
 from train.distiller import Distiller
 from train.validate import with_states
 
-NUM_ROWS = 64  # held-out rows of the teacher-forced acceptance
+NUM_ROWS = 64  # held-out rows of the teacher-forced numbers
 NUM_RESAMPLES = 2000
 RECURRENT = {"eagle1", "eagle3", "mtp"}  # can be asked about deeper steps than they learned
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 
 Floats = NDArray[np.float64]
 Bounded = Mapping[str, Sequence[float]]  # task -> value, lower and upper end of its interval
+
+
+@dataclass
+class Heldout:
+    """Sums over the positions of each held-out row, [C, G] each.
+
+    alpha: of sum_v min(p, q). top1: positions where the drafter's likeliest token is the target's.
+    counts: positions.
+    """
+
+    alpha_CG: Floats
+    top1_CG: Floats
+    counts_CG: Floats
 
 
 def num_depths(recipe: Recipe) -> int:
@@ -37,49 +53,107 @@ def num_depths(recipe: Recipe) -> int:
 
 @torch.no_grad()
 def heldout_sums(
-    recipe: Recipe, target: Target, prepared: Prepared, drafter: TrainedDrafter
-) -> tuple[Floats, Floats]:
-    """Sums of alpha and counts of positions, [R, G] each, teacher-forced on held-out rows."""
+    recipe: Recipe, target: Target, prepared: Prepared, drafters: Sequence[TrainedDrafter]
+) -> list[Heldout]:
+    """What drafters of one shape do on held-out rows, teacher-forced."""
     shape = {"num_steps": num_depths(recipe), "renormalize": False}
-    distiller = Distiller(drafter, recipe.loss.model_copy(update=shape), prepared.vocab)
-    distiller.to(target.device).eval()
-    distiller.use_target(target)
-    sums, counts = [], []
-    for row in prepared.heldout[:NUM_ROWS]:
-        batch = with_states(target, make_batch([row], [0], target.pad_id), drafter.aux_layers)
-        stats = distiller(batch)[1]
-        sums.append(stats["alpha_sum"].cpu().double().numpy())
-        counts.append(stats["num_positions"].cpu().double().numpy())
-    return np.stack(sums), np.stack(counts)
+    loss = recipe.loss.model_copy(update=shape)
+    distillers = []
+    for drafter in drafters:
+        distiller = Distiller(drafter, loss, prepared.vocab).to(target.device).eval()
+        distiller.use_target(target)
+        distillers.append(distiller)
+    found: list[list[list[Floats]]] = [[] for _ in drafters]
+    for i in range(min(NUM_ROWS, len(prepared.heldout))):
+        batch = make_batch(prepared.heldout, [i], target.pad_id)
+        batch = with_states(target, batch, drafters[0].aux_layers)
+        for rows, distiller in zip(found, distillers, strict=True):
+            stats = distiller(batch)[1]
+            names = ("alpha_sum", "num_top1", "num_positions")
+            rows.append([stats[name].cpu().double().numpy() for name in names])
+    return [Heldout(*(np.stack(part) for part in zip(*rows, strict=True))) for rows in found]
 
 
-def ratio(sums_RG: Floats, counts_RG: Floats) -> list[float | None]:
-    """Means by depth; None where nothing was counted."""
-    total_G, count_G = sums_RG.sum(0), counts_RG.sum(0)
-    return [float(s / n) if n else None for s, n in zip(total_G, count_G, strict=True)]
+@torch.no_grad()
+def heldout_guesses(target: Target, prepared: Prepared, drafter: DecodingDrafter) -> Heldout:
+    """The first guesses of a drafter without weights at the same positions; none is a miss."""
+    rows = []
+    for i in range(min(NUM_ROWS, len(prepared.heldout))):
+        batch = with_states(target, make_batch(prepared.heldout, [i], target.pad_id), ())
+        rows.append(_first_guesses(batch, drafter))
+    hits_C1, counts_C1 = (np.array(part)[:, None] for part in zip(*rows, strict=True))
+    return Heldout(hits_C1, hits_C1, counts_C1)
+
+
+def _first_guesses(batch: Batch, drafter: DecodingDrafter) -> tuple[float, float]:
+    """How many first guesses are the target's likeliest token, and of how many positions."""
+    assert batch.argmax_BS is not None
+    ids_1S, argmax_S = batch.ids_BS.cpu(), batch.argmax_BS[0].tolist()
+    wanted = set(supervised_slots(batch, 1)[0].tolist())
+    state = drafter.start(ids_1S.tolist(), ids_1S.shape[1])
+    one_1, hits = torch.ones(1, dtype=torch.int64), 0
+    for s in range(max(wanted, default=-1) + 1):
+        if s:
+            drafter.observe(state, ids_1S[:, s : s + 1], torch.zeros(1, 1, 0), one_1)
+        if s in wanted:
+            proposal = drafter.propose(state, 1, Sampling(), None)
+            guessed = int(proposal.num_proposed_B[0]) > 0
+            hits += guessed and int(proposal.tokens_BK[0, 0]) == argmax_S[s]
+    return float(hits), float(len(wanted))
+
+
+def resamples(num_clusters: int) -> Floats:
+    """How often each cluster counts: once each, then in every resample; [1 + W, C]."""
+    weights = [1 / num_clusters] * num_clusters
+    drawn_WC = np.random.default_rng(0).multinomial(num_clusters, weights, size=NUM_RESAMPLES)
+    return np.vstack([np.ones((1, num_clusters)), drawn_WC])
+
+
+def bounded(values_W: Floats) -> list[float]:
+    """The first value, and the middle 95% of the others."""
+    low, high = np.percentile(values_W[1:], [2.5, 97.5])
+    return [float(values_W[0]), float(low), float(high)]
+
+
+def rates(sums_CG: Floats, counts_CG: Floats) -> list[list[float] | None]:
+    """Means by depth with their intervals over clusters; None where nothing was counted."""
+    weights_WC = resamples(len(sums_CG))
+    sums_WG, counts_WG = weights_WC @ sums_CG, weights_WC @ counts_CG
+    return [
+        bounded(sums_WG[:, g] / np.maximum(counts_WG[:, g], 1)) if counts_WG[0, g] else None
+        for g in range(sums_CG.shape[1])
+    ]
 
 
 def gain(before: tuple[Floats, Floats], after: tuple[Floats, Floats]) -> list[float]:
-    """How much the first position's alpha rose, with the ends of its 95% interval.
+    """By how much the first depth's mean is higher after than before, with its 95% interval.
 
-    The interval resamples rows, the same ones before and after.
+    Args:
+        before: sums and counts [C, G] of the same rows, which are resampled together.
+        after: likewise.
     """
-    num_rows = len(before[0])
-    weights_WR = np.random.default_rng(0).multinomial(
-        num_rows, [1 / num_rows] * num_rows, size=NUM_RESAMPLES
-    )
-    weights_WR = np.vstack([np.ones((1, num_rows)), weights_WR])
+    weights_WC = resamples(len(before[0]))
 
-    def alphas(sums: tuple[Floats, Floats]) -> Floats:
-        return (weights_WR @ sums[0][:, 0]) / np.maximum(weights_WR @ sums[1][:, 0], 1)
+    def means(sums: tuple[Floats, Floats]) -> Floats:
+        mean_W: Floats = (weights_WC @ sums[0][:, 0]) / np.maximum(weights_WC @ sums[1][:, 0], 1)
+        return mean_W
 
-    rise_W = alphas(after) - alphas(before)
-    low, high = np.percentile(rise_W[1:], [2.5, 97.5])
-    return [float(rise_W[0]), float(low), float(high)]
+    return bounded(means(after) - means(before))
+
+
+def accepted(records: Sequence[PromptRecord], num_draft: int) -> list[list[float] | None]:
+    """Share of rounds that accept position k, of those that accepted k - 1; over prompts."""
+    counts: dict[str, Floats] = {}
+    for record in records:
+        kept = np.array(record.accepted, dtype=np.float64)
+        reached = np.array([(kept >= k).sum() for k in range(num_draft + 1)], dtype=np.float64)
+        counts[record.prompt_id] = counts.get(record.prompt_id, 0) + reached
+    table_CK = np.stack(list(counts.values()))
+    return rates(table_CK[:, 1:], table_CK[:, :-1])
 
 
 def learning_curve(metrics: Path) -> list[dict[str, Any]]:
-    """Loss and alpha by step over training rows, means of each quarter of the time.
+    """Loss, alpha and top-1 by step over training rows, means of each quarter of the time.
 
     None where a quarter has no line.
     """
@@ -89,13 +163,18 @@ def learning_curve(metrics: Path) -> list[dict[str, Any]]:
     for share in QUARTERS:
         part = [line for line in lines if start < line["minutes"] <= share * end]
         start = share * end
-        alphas = [line["alpha_by_step"] for line in part]
+        means = {
+            name: np.mean([line[f"{name}_by_step"] for line in part], axis=0).tolist()
+            if part
+            else None
+            for name in ("alpha", "top1")
+        }
         points.append(
             {
                 "minutes": share * end,
                 "tokens": part[-1]["num_tokens"] if part else None,
                 "loss": float(np.mean([line["loss"] for line in part])) if part else None,
-                "alpha": np.mean(alphas, axis=0).tolist() if part else None,
+                **means,
             }
         )
     return points
@@ -114,15 +193,3 @@ def ahead(ours: Bounded, theirs: Bounded) -> bool:
 def behind(ours: Bounded, theirs: Bounded) -> bool:
     """Whether on every task our whole interval lies below theirs."""
     return ahead(theirs, ours)
-
-
-def best_num_draft(record: Mapping[str, Any]) -> int:
-    """Draft tokens with the highest predicted speedup, a mean over tasks; at most the measured."""
-    most = record["settings"]["num_draft_tokens"]
-    curves = [task["predicted_curve"] for task in record["tasks"].values()]
-    by_number = {
-        point["num_draft_tokens"]: sum(curve[i]["speedup"] for curve in curves) / len(curves)
-        for i, point in enumerate(curves[0])
-        if point["num_draft_tokens"] <= most
-    }
-    return max(by_number, key=lambda number: (by_number[number], -number))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recipes.errors import UserError
-from tests.benchmarks.study_numbers import ahead, behind, mean
+from tests.benchmarks.study_numbers import Bounded, ahead, behind, mean
 
 BEGIN, END = "<!-- study: begin -->", "<!-- study: end -->"
 
@@ -23,34 +23,55 @@ def insert(text: str, section: str, where: str) -> str:
     return f"{head}{BEGIN}\n{section}\n{END}{rest.partition(END)[2]}"
 
 
-def to_markdown(study: Mapping[str, Any]) -> str:
-    """Everything between the markers."""
-    arms = study["arms"]
+def to_markdown(study: Mapping[str, Any], curves: str) -> str:
+    """Everything between the markers; curves: address of the plot."""
+    arms, speed = study["arms"], study["speed"]
     tasks = list(next(iter(arms.values()))["tau"])
+    numbers = [str(num) for num in speed["num_draft_tokens"]]
+    timed = list(dict.fromkeys(t for arm in arms.values() for t in _timed_tasks(arm)))
+    trained = [arm for arm in _by_tau(arms) if arm["alpha"]]
     lines = [
         f"{study['minutes']:g} minutes of training an arm, {study['num_rows']} answers of "
-        f"{study['target']} ({study['num_train_tokens']:,} tokens to learn), tau at "
-        f"{study['num_draft_tokens']} draft tokens, T = 0, one prompt at a time. "
-        f"{_each(arms, 'hardware')}; commit {_each(arms, 'commit')}.",
+        f"{study['target']} ({study['num_train_tokens']:,} tokens to learn); tau and accepted "
+        f"positions at {study['num_draft_tokens']} draft tokens, T = 0. {_each(arms, 'hardware')}; "
+        f"commit {_each(arms, 'commit')}.",
         "",
         *_table(
-            ["arm", *(f"tau {task}" for task in tasks)], [_tau(a, tasks) for a in _by_tau(arms)]
+            ["arm", *(f"tau {task}" for task in tasks), "accepted, by position"],
+            [
+                [arm["name"], *_by_task(arm["tau"], tasks), _positions(arm["accepted"])]
+                for arm in _by_tau(arms)
+            ],
         ),
         "",
+        f"Speedup at batch size 1, on {', '.join(speed['tasks'])}, at a number of draft tokens:",
+        "",
         *_table(
-            ["arm", "drafted", *(f"speedup {task} (predicted)" for task in tasks), "cost c"],
-            [_speed(arm, tasks) for arm in _sorted(arms, "speedup")],
+            [
+                "arm",
+                *(f"{num}: {what}" for num in numbers for what in [*timed, "cost c"]),
+            ],
+            [_speed(arm, numbers, timed) for arm in _by_tau(arms)],
         ),
         "",
         *_table(
             ["arm", "weights", "tokens seen", "minutes", "alpha by position, held out"],
-            [_budget(arm) for arm in _by_tau(arms) if arm["alpha"]],
+            [_budget(arm) for arm in trained],
         ),
         "",
         *_table(
-            ["arm", *(f"{q}/4: loss, alpha" for q in (1, 2, 3, 4)), "untrained", "rise", "n-gram"],
-            [_learning(arm, arms) for arm in _by_tau(arms) if arm["alpha"]],
+            [
+                "arm",
+                *(f"{q}/4: loss, top-1" for q in (1, 2, 3, 4)),
+                "untrained",
+                "rise over untrained",
+                "over n-gram",
+                "tau against lookup",
+            ],
+            [_learning(arm, arms) for arm in trained],
         ),
+        "",
+        f"![top-1 agreement against minutes, a panel an arm]({curves})",
         "",
         "### What to choose when",
         "",
@@ -61,44 +82,61 @@ def to_markdown(study: Mapping[str, Any]) -> str:
 
 def advice(study: Mapping[str, Any]) -> list[str]:
     """One sentence a question. A difference counts where intervals are apart on every task."""
-    arms = study["arms"]
-    lines = [
-        _first(arms, "speedup", "Fastest on this machine", "x"),
-        _first(arms, "tau", "Most tokens a round", " tokens a round"),
-    ]
-    gains = [n for n, a in arms.items() if all(low > 1 for _, low, _ in a["speedup"].values())]
-    losses = [n for n, a in arms.items() if all(high < 1 for *_, high in a["speedup"].values())]
-    lines.append(f"Faster than the target alone on every task: {_listed(gains)}.")
-    lines.append(f"Slower than it on every task, even at their best number: {_listed(losses)}.")
-    for question, names in study["contrasts"].items():
-        known = [name for name in names if name in arms]
+    arms, numbers = study["arms"], [str(num) for num in study["speed"]["num_draft_tokens"]]
+    taus = {name: arm["tau"] for name, arm in arms.items()}
+    lines = [_first(arms, taus, "Most tokens a round", " tokens a round")]
+    speeds = {num: speedups(arms, num) for num in numbers}
+    for num, known in speeds.items():
+        drafted = f"at {num} draft token{'' if num == '1' else 's'}"
+        if not known:
+            lines.append(f"Speed {drafted}: not run.")
+            continue
+        gains = [n for n, v in known.items() if all(low > 1 for _, low, _ in v.values())]
+        losses = [n for n, v in known.items() if all(high < 1 for *_, high in v.values())]
         lines += [
-            f"{question[0].upper()}{question[1:]}: {_contrast(arms, known[0], other)}"
-            for other in known[1:]
-            if known[0] == names[0]
+            _first(arms, known, f"Fastest on this machine {drafted}", "x"),
+            f"Faster than the target alone on every task, {drafted}: {_listed(gains)}; slower: "
+            f"{_listed(losses)}; not timed: {_listed([n for n in arms if n not in known])}.",
+        ]
+    for question, names in study["contrasts"].items():
+        measured = {"tau": taus} | {f"speedup at {num}": known for num, known in speeds.items()}
+        lines += [
+            f"{question[0].upper()}{question[1:]}: {_contrast(measured, names[0], other)}"
+            for other in names[1:]
+            if names[0] in arms and other in arms
         ]
     return lines
 
 
-def _first(arms: Mapping[str, Arm], key: str, title: str, unit: str) -> str:
-    best, *rest = _sorted(arms, key)
-    head = f"{title}: {best['name']}, {mean(best[key]):.2f}{unit}"
-    rivals = [arm for arm in rest if not ahead(best[key], arm[key])]
+def speedups(arms: Mapping[str, Arm], num: str) -> dict[str, Bounded]:
+    """Arm -> speedup by task at a number of draft tokens, where it was measured."""
+    return {
+        name: arm["speed"][num]["speedup"]
+        for name, arm in arms.items()
+        if arm["speed"] and num in arm["speed"]
+    }
+
+
+def _first(arms: Mapping[str, Arm], values: Mapping[str, Bounded], title: str, unit: str) -> str:
+    best, *rest = sorted(values, key=lambda name: -mean(values[name]))
+    head = f"{title}: {best}, {mean(values[best]):.2f}{unit}"
+    rivals = [name for name in rest if not ahead(values[best], values[name])]
     if not rivals:
         return f"{head}, its intervals above those of all others."
-    light = min([best, *rivals], key=lambda arm: arm["num_params"])
+    light = min([best, *rivals], key=lambda name: arms[name]["num_params"])
     return (
-        f"{head}; its intervals are not apart from those of "
-        f"{_listed([arm['name'] for arm in rivals])}. Of these {light['name']} has the fewest "
-        "weights."
+        f"{head}; its intervals are not apart from those of {_listed(rivals)}. Of these {light} "
+        "has the fewest weights."
     )
 
 
-def _contrast(arms: Mapping[str, Arm], one: str, other: str) -> str:
+def _contrast(measured: Mapping[str, Mapping[str, Bounded]], one: str, other: str) -> str:
     said = []
-    for key in ("tau", "speedup"):
-        ours, theirs = arms[one][key], arms[other][key]
-        values = f"{key} {mean(ours):.2f} and {mean(theirs):.2f}"
+    for what, known in measured.items():
+        if one not in known or other not in known:
+            continue
+        ours, theirs = known[one], known[other]
+        values = f"{what} {mean(ours):.2f} and {mean(theirs):.2f}"
         if ahead(ours, theirs):
             said.append(f"{values}, {one} is ahead")
         elif behind(ours, theirs):
@@ -108,12 +146,8 @@ def _contrast(arms: Mapping[str, Arm], one: str, other: str) -> str:
     return f"{one} and {other}: {'; '.join(said)}."
 
 
-def _sorted(arms: Mapping[str, Arm], key: str) -> list[Arm]:
-    return sorted(arms.values(), key=lambda arm: -mean(arm[key]))
-
-
 def _by_tau(arms: Mapping[str, Arm]) -> list[Arm]:
-    return _sorted(arms, "tau")
+    return sorted(arms.values(), key=lambda arm: -mean(arm["tau"]))
 
 
 def _each(arms: Mapping[str, Arm], key: str) -> str:
@@ -129,17 +163,31 @@ def _bounded(value: Sequence[float]) -> str:
     return f"{value[0]:.2f} [{value[1]:.2f}, {value[2]:.2f}]"
 
 
-def _numbers(values: Sequence[float | None] | None) -> str:
-    return "-" if values is None else " ".join("-" if v is None else f"{v:.2f}" for v in values)
+def _by_task(values: Bounded, tasks: Sequence[str]) -> list[str]:
+    return [_bounded(values[task]) for task in tasks]
 
 
-def _tau(arm: Arm, tasks: Sequence[str]) -> list[str]:
-    return [arm["name"], *(_bounded(arm["tau"][task]) for task in tasks)]
+def _positions(values: Sequence[Sequence[float] | None]) -> str:
+    return ", ".join("-" if value is None else _bounded(value) for value in values)
 
 
-def _speed(arm: Arm, tasks: Sequence[str]) -> list[str]:
-    cells = [f"{_bounded(arm['speedup'][t])} ({arm['predicted'][t]:.2f})" for t in tasks]
-    return [arm["name"], str(arm["best_num_draft"]), *cells, _numbers([arm["cost"]])]
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _timed_tasks(arm: Arm) -> list[str]:
+    return [task for at in (arm["speed"] or {}).values() for task in at["speedup"]]
+
+
+def _speed(arm: Arm, numbers: Sequence[str], tasks: Sequence[str]) -> list[str]:
+    cells = [arm["name"]]
+    for num in numbers:
+        at = (arm["speed"] or {}).get(num)
+        if at is None:
+            cells += ["not run"] * (len(tasks) + 1)
+        else:
+            cells += [*_by_task(at["speedup"], tasks), _number(at["cost"])]
+    return cells
 
 
 def _budget(arm: Arm) -> list[str]:
@@ -148,27 +196,32 @@ def _budget(arm: Arm) -> list[str]:
         f"{arm['num_params'] / 1e6:.1f}M",
         f"{arm['num_tokens']:,}",
         f"{arm['minutes']:.1f}",
-        _numbers(arm["alpha"]),
+        _positions(arm["alpha"]),
     ]
 
 
 def _learning(arm: Arm, arms: Mapping[str, Arm]) -> list[str]:
-    cells = []
-    for point in arm["curve"]:
-        loss = "-" if point["loss"] is None else f"{point['loss']:.2f}"
-        cells.append(f"{loss}, {_numbers(None if point['alpha'] is None else point['alpha'][:1])}")
-    rise = arm["alpha_gain"]
+    quarters = [
+        f"{_number(point['loss'])}, {_number(point['top1'] and point['top1'][0])}"
+        for point in arm["curve"]
+    ]
     lookup = arms.get("lookup")
     return [
         arm["name"],
-        *cells,
-        _numbers(arm["alpha_untrained"][:1]),
-        f"{_bounded(rise)}: {'better' if rise[1] > 0 else 'worse' if rise[2] < 0 else 'not apart'}",
+        *quarters,
+        _bounded(arm["top1_untrained"][0]),
+        _judged(arm["rise"]),
+        _judged(arm["over_ngram"]),
         "not measured" if lookup is None else _against(arm["tau"], lookup["tau"]),
     ]
 
 
-def _against(ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[float]]) -> str:
+def _judged(rise: Sequence[float]) -> str:
+    word = "better" if rise[1] > 0 else "worse" if rise[2] < 0 else "not apart"
+    return f"{_bounded(rise)}: {word}"
+
+
+def _against(ours: Bounded, theirs: Bounded) -> str:
     if ahead(ours, theirs):
         return "better"
     return "worse" if behind(ours, theirs) else "not apart"
