@@ -12,6 +12,7 @@ Everything lies in RUN/data and is made once; a second call finds it, a killed o
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,28 @@ def prepare(recipe: Recipe, target: Target, rank: int = 0, world: int = 1) -> Pr
     prepared = Prepared(train, heldout, prompts, vocab, store, numbers)
     if world == 1:
         capture_states(recipe, target, prepared)
+    return prepared
+
+
+def prepare_together(
+    recipe: Recipe, target: Target, rank: int, world: int, wait: Callable[[], None]
+) -> Prepared:
+    """`prepare` by several processes: rows by the first, states by all. All of them call it.
+
+    Args:
+        wait: returns when every process has called it.
+    """
+    if world == 1:
+        return prepare(recipe, target)
+    with target.uneven():
+        first = prepare(recipe, target, rank, world) if rank == 0 else None
+    wait()
+    prepared = first or prepare(recipe, target, rank, world)
+    if prepared.store is not None:
+        with target.uneven():
+            capture_states(recipe, target, prepared, rank, world)
+        wait()
+        prepared.store.refresh()
     return prepared
 
 

@@ -9,6 +9,8 @@ last entry has passed the final norm; that difference is why captured states com
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -27,6 +30,7 @@ from data import conversations, embedded
 from data.attention import ATTENTION, thin_linear, use_thin_linears
 from data.cache import KVCache, TreeNodes
 from data.files import stable_hash
+from data.target_parts import Parts, join_parts, load_in_parts, whole_tensor
 from recipes.errors import UserError
 from recipes.schema import TargetSection
 
@@ -71,8 +75,14 @@ class Target:
     """A causal language model that is only ever read."""
 
     def __init__(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, name: str, revision: str
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        revision: str,
+        parts: Parts | None = None,
     ) -> None:
+        self._parts = parts
         self.config = model.config.get_text_config()
         check_layers(name, self.config, bool(model._is_stateful))
         self.model = model.eval().requires_grad_(False)
@@ -109,9 +119,15 @@ class Target:
         common = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **common)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=kind, output_loading_info=True, **common
-            )
+            config: Any = AutoConfig.from_pretrained(path, **common)
+            loaded: Any
+            parts = join_parts(device) if section.placement == "sharded" else None
+            if parts is not None:
+                loaded = load_in_parts(path, config, kind, device, parts, **common)
+            else:
+                loaded = AutoModelForCausalLM.from_pretrained(
+                    path, dtype=kind, output_loading_info=True, **common
+                )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise UserError(f"target.model {section.model!r} cannot be loaded: {error}") from error
         model, report = loaded
@@ -121,7 +137,9 @@ class Target:
                 f"config asks for are missing, such as {missing[0]}"
             )
         conversations.check_tokenizer(tokenizer, int(model.config.get_text_config().vocab_size))
-        return cls(model.to(device), tokenizer, section.model, revision_of(path, model.config))
+        if parts is None:
+            model = model.to(device)
+        return cls(model, tokenizer, section.model, revision_of(path, model.config), parts)
 
     @property
     def device(self) -> torch.device:
@@ -167,6 +185,8 @@ class Target:
         if cache is not None:
             cache.begin(ids_BS.shape[1], nodes)
             kwargs = {"position_ids": cache.positions_BS, "kv_cache": cache}
+        if self._parts is not None:
+            self._parts.begin_pass(self.decoder.layers)
         self._wanted = {*aux_layers, self.num_layers}
         self.decoder(input_ids=ids_BS, use_cache=False, **kwargs)
         states, self._states = self._states, {}
@@ -175,6 +195,24 @@ class Target:
             torch.cat([states[k] for k in aux_layers], -1) if aux_layers else hidden_BSH[..., :0]
         )
         return TargetStates(hidden_BSH, aux_BSF)
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Within, ranks may call `forward` different numbers of times, also where it is sharded.
+
+        All ranks enter and leave it, and nothing else that they do together stands in it.
+        """
+        if self._parts is None:
+            yield
+            return
+        one_BS = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with self._parts.uneven(lambda: self.forward(one_BS)):
+            yield
+
+    def layer_weights(self, index: int) -> dict[str, Tensor]:
+        """Whole weights of a decoder layer by their names in it. All ranks call it."""
+        weights = self.decoder.layers[index].state_dict()
+        return {name: whole_tensor(values) for name, values in weights.items()}
 
     @torch.no_grad()
     def final_norm(self, hidden_H: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def initialize(drafter: Eagle1, section: Eagle1Section, target: Target) -> None:
     if section.init != "target":
         return
     require_plain_layer(target)
-    source = target.decoder.layers[-1].state_dict()
+    source = target.layer_weights(-1)
     H = drafter.config.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, H:].copy_(torch.eye(H))

@@ -74,7 +74,7 @@ def _warm_start(drafter: Eagle3, target: Target) -> None:
     its half for the embedding stays random; deeper layers copy the last layer as it is.
     """
     require_plain_layer(target)
-    source = target.decoder.layers[-1].state_dict()
+    source = target.layer_weights(-1)
     H = drafter.config.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -H:].copy_(torch.eye(H))

@@ -67,7 +67,7 @@ def _pattern(name: str) -> str:
 def _from_last_layer(drafter: MTP, target: Target) -> None:
     """The target's last layer, which reads the state alone; both its norms are the target's."""
     require_plain_layer(target)
-    source = target.decoder.layers[-1].state_dict()
+    source = target.layer_weights(-1)
     H = drafter.config.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, :H].copy_(torch.eye(H))

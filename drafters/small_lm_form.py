@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from data import embedded
 from data.target import DTYPES, Target, check_layers
+from data.target_parts import whole_tensor
 from drafters.base import TrainedDrafter
 from drafters.eagle1_form import MARK
 from drafters.export_form import ExportForm, Form
@@ -155,7 +156,7 @@ def _take(
             )
         num = min(len(weight), len(values))
         weight.zero_()
-        weight[:num].copy_(values[:num])
+        weight[:num].copy_(whole_tensor(values)[:num])
 
 
 def _take_checkpoint(drafter: SmallLM, section: LanguageModelSection, target: Target) -> None:

@@ -54,6 +54,11 @@ class TargetSection(Section):
     trust_remote_code: bool = Field(
         default=False, description="run Python code from the model's repository; off: not safe"
     )
+    placement: Literal["replicated", "sharded"] = Field(
+        default="replicated",
+        description="replicated: every process holds all of it; sharded: those of a machine hold "
+        "its layers in parts, for a target that does not fit one GPU",
+    )
 
 
 class LossSection(Section):

@@ -46,6 +46,7 @@ FREE = (
     "name",
     "output_dir",
     "target.device",
+    "target.placement",
     "loss.chunk_size",
     "train.save_every",
     "train.keep_checkpoints",

@@ -18,7 +18,7 @@ from accelerate.utils import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data.files import read_json, write_json
-from data.pipeline import aux_layers_of, capture_states, prepare
+from data.pipeline import aux_layers_of, prepare_together
 from data.progress import log_to_stderr
 from data.target import Target
 from drafters.methods import build_drafter
@@ -119,12 +119,7 @@ def run_with(accelerator: Accelerator, recipe: Recipe, resume: bool) -> Path:
     target = Target.load(recipe.target)
     log.info("target %s in %s on %s", target.name, target.dtype, target.device)
     rank, world = accelerator.process_index, accelerator.num_processes
-    with accelerator.main_process_first():
-        prepared = prepare(recipe, target, rank, world)
-    if world > 1 and prepared.store is not None:
-        capture_states(recipe, target, prepared, rank, world)
-        accelerator.wait_for_everyone()
-        prepared.store.refresh()
+    prepared = prepare_together(recipe, target, rank, world, accelerator.wait_for_everyone)
     drafter = build_drafter(
         recipe.drafter, target, aux_layers_of(recipe, target), prepared.vocab, recipe.train.seed
     )

@@ -143,12 +143,13 @@ def validate(
         if rows:
             empty = torch.zeros(recipe.loss.num_steps, dtype=torch.float64, device=target.device)
             sums = {name: empty.clone() for name in STATS}
-            for i in range(rank * BATCH_ROWS, len(rows), world * BATCH_ROWS):
-                chosen = range(i, min(i + BATCH_ROWS, len(rows)))
-                batch = make_batch(rows, chosen, target.pad_id)
-                batch = with_states(target, batch, distiller.drafter.aux_layers)
-                for name, value in distiller(batch)[1].items():
-                    sums[name] += value
+            with target.uneven():
+                for i in range(rank * BATCH_ROWS, len(rows), world * BATCH_ROWS):
+                    chosen = range(i, min(i + BATCH_ROWS, len(rows)))
+                    batch = make_batch(rows, chosen, target.pad_id)
+                    batch = with_states(target, batch, distiller.drafter.aux_layers)
+                    for name, value in distiller(batch)[1].items():
+                        sums[name] += value
             means = means_of(total_sums(accelerator, sums))
             numbers |= {f"valid/{name}": value for name, value in means.items()}
         prompts = prepared.heldout_prompts[: section.validate_prompts]
@@ -159,7 +160,8 @@ def validate(
                 sampling=Sampling(temperature=0.0),
             )
             mine = prompts[rank::world]
-            answers = decode(target, distiller.drafter, mine, settings)[0] if mine else []
+            with target.uneven():
+                answers = decode(target, distiller.drafter, mine, settings)[0] if mine else []
             numbers |= _decoded_numbers(accelerator, answers, settings.num_draft)
             if samples is not None and rank == 0 and answers:
                 write_samples(samples, f"{recipe.name}: {samples.stem}", target, mine, answers)
