@@ -11,6 +11,7 @@ last entry has passed the final norm; that difference is why captured states com
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from data.attention import ATTENTION, thin_linear, use_thin_linears
 from data.cache import KVCache, TreeNodes
 from data.files import stable_hash
 from data.target_parts import Parts, join_parts, load_in_parts, whole_tensor
+from data.target_ends import load_ends
 from recipes.errors import UserError
 from recipes.schema import TargetSection
 
@@ -72,7 +74,13 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 class Target:
-    """A causal language model that is only ever read."""
+    """A causal language model that is only ever read.
+
+    Args:
+        config: of the text model with all its layers, where `model` has the last one alone
+            (target.weights: ends); with embedding, final norm and head that is what training on
+            stored states needs. `whole` is False then.
+    """
 
     def __init__(
         self,
@@ -81,9 +89,10 @@ class Target:
         name: str,
         revision: str,
         parts: Parts | None = None,
+        config: PreTrainedConfig | None = None,
     ) -> None:
         self._parts = parts
-        self.config = model.config.get_text_config()
+        self.config = config or model.config.get_text_config()
         check_layers(name, self.config, bool(model._is_stateful))
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -92,13 +101,15 @@ class Target:
         use_thin_linears(model)
         self.decoder: Any = self.model.get_decoder()
         try:
-            self.num_layers, _ = len(self.decoder.layers), self.decoder.norm
+            num_loaded, _ = len(self.decoder.layers), self.decoder.norm
         except AttributeError as error:
             raise UserError(
                 f"target {name}: architecture {self.config.model_type} is not supported: "
                 f"no layers and final norm where Llama, Qwen and Gemma have them ({error})"
             ) from error
         self.hidden_size = int(self.config.hidden_size)
+        self.num_layers = int(self.config.num_hidden_layers)
+        self.whole = num_loaded == self.num_layers
         self.vocab_size = int(self.config.vocab_size)
         self.eos_ids = conversations.eos_ids(self.model.generation_config, self.config, tokenizer)
         self.pad_id = conversations.pad_token_id(tokenizer, self.eos_ids)
@@ -106,9 +117,13 @@ class Target:
         self._states: dict[int, Tensor] = {}
         for index, layer in enumerate(self.decoder.layers):
             layer.register_forward_hook(self._hook(index + 1))
-        self.decoder.layers[0].register_forward_pre_hook(self._embedding_hook, with_kwargs=True)
         self._logit_scale, self._softcap = head_scale(self.config.to_dict())
-        self._check_conventions()
+        if self.whole:
+            first = self.decoder.layers[0]
+            first.register_forward_pre_hook(self._embedding_hook, with_kwargs=True)
+            self._check_conventions()
+        else:
+            self._check_ends()
 
     @classmethod
     def load(cls, section: TargetSection, dtype: str | None = None) -> "Target":
@@ -121,8 +136,12 @@ class Target:
             tokenizer = AutoTokenizer.from_pretrained(path, **common)
             config: Any = AutoConfig.from_pretrained(path, **common)
             loaded: Any
+            text = deepcopy(config.get_text_config())
+            text.dtype = kind
             parts = join_parts(device) if section.placement == "sharded" else None
-            if parts is not None:
+            if section.weights == "ends":
+                loaded, parts = load_ends(path, config, kind, section.revision), None
+            elif parts is not None:
                 loaded = load_in_parts(path, config, kind, device, parts, **common)
             else:
                 loaded = AutoModelForCausalLM.from_pretrained(
@@ -136,10 +155,12 @@ class Target:
                 f"target.model {section.model!r} cannot be loaded: {len(missing)} weights that its "
                 f"config asks for are missing, such as {missing[0]}"
             )
-        conversations.check_tokenizer(tokenizer, int(model.config.get_text_config().vocab_size))
+        conversations.check_tokenizer(tokenizer, int(text.vocab_size))
+        revision = revision_of(path, config)
+        cut = text if section.weights == "ends" else None
         if parts is None:
             model = model.to(device)
-        return cls(model, tokenizer, section.model, revision_of(path, model.config), parts)
+        return cls(model, tokenizer, section.model, revision, cut, parts)
 
     @property
     def device(self) -> torch.device:
@@ -187,6 +208,11 @@ class Target:
             kwargs = {"position_ids": cache.positions_BS, "kv_cache": cache}
         if self._parts is not None:
             self._parts.begin_pass(self.decoder.layers)
+        if not self.whole:
+            raise UserError(
+                f"target {self.name} is loaded without most of its layers (target.weights: ends): "
+                "it can neither write nor give states; set target.weights: whole"
+            )
         self._wanted = {*aux_layers, self.num_layers}
         self.decoder(input_ids=ids_BS, use_cache=False, **kwargs)
         states, self._states = self._states, {}
@@ -254,6 +280,23 @@ class Target:
             expected = self.model(input_ids=ids_BS, use_cache=False).logits.float()
         ours = self.logits(self.forward(ids_BS).hidden_BSH)
         tolerance = (1e-4 if self.dtype == torch.float32 else 5e-2) * float(expected.abs().max())
+    def _check_ends(self) -> None:
+        """Our norm and head must give the logits that the model's own code makes of any state."""
+        seen: list[Tensor] = []
+        hook = self.decoder.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        ids_BS = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
+        with torch.no_grad():
+            expected = self.model(input_ids=ids_BS, use_cache=False).logits.float()
+        hook.remove()
+        worst = float((self.logits(seen[0]) - expected).abs().max())
+        tolerance = (1e-4 if self.dtype == torch.float32 else 5e-2) * float(expected.abs().max())
+        if not worst <= tolerance:
+            raise UserError(
+                f"target {self.name}: logits rebuilt from a state differ from its own by "
+                f"{worst:.3g}; this architecture ({self.config.model_type}) scales its head in a "
+                "way that is not supported yet"
+            )
+
         worst = float((ours - expected).abs().max())
         if not worst <= tolerance:
             raise UserError(

@@ -59,6 +59,11 @@ class TargetSection(Section):
         description="replicated: every process holds all of it; sharded: those of a machine hold "
         "its layers in parts, for a target that does not fit one GPU",
     )
+    weights: Literal["whole", "ends"] = Field(
+        default="whole",
+        description="ends: embedding, last layer, final norm and head alone, to train on cached "
+        "states of a target that does not fit; it decodes nothing (train.validate_prompts: 0)",
+    )
 
 
 class LossSection(Section):
