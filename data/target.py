@@ -31,8 +31,8 @@ from data import conversations, embedded
 from data.attention import ATTENTION, thin_linear, use_thin_linears
 from data.cache import KVCache, TreeNodes
 from data.files import stable_hash
-from data.target_parts import Parts, join_parts, load_in_parts, whole_tensor
 from data.target_ends import load_ends
+from data.target_parts import Parts, join_parts, load_in_parts, whole_tensor
 from recipes.errors import UserError
 from recipes.schema import TargetSection
 
@@ -88,8 +88,8 @@ class Target:
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         revision: str,
-        parts: Parts | None = None,
         config: PreTrainedConfig | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self._parts = parts
         self.config = config or model.config.get_text_config()
@@ -107,9 +107,9 @@ class Target:
                 f"target {name}: architecture {self.config.model_type} is not supported: "
                 f"no layers and final norm where Llama, Qwen and Gemma have them ({error})"
             ) from error
-        self.hidden_size = int(self.config.hidden_size)
         self.num_layers = int(self.config.num_hidden_layers)
         self.whole = num_loaded == self.num_layers
+        self.hidden_size = int(self.config.hidden_size)
         self.vocab_size = int(self.config.vocab_size)
         self.eos_ids = conversations.eos_ids(self.model.generation_config, self.config, tokenizer)
         self.pad_id = conversations.pad_token_id(tokenizer, self.eos_ids)
@@ -135,9 +135,9 @@ class Target:
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **common)
             config: Any = AutoConfig.from_pretrained(path, **common)
-            loaded: Any
             text = deepcopy(config.get_text_config())
             text.dtype = kind
+            loaded: Any
             parts = join_parts(device) if section.placement == "sharded" else None
             if section.weights == "ends":
                 loaded, parts = load_ends(path, config, kind, section.revision), None
@@ -202,17 +202,17 @@ class Target:
             aux_layers: layer ids to capture, concatenated in this order.
             nodes: how the new tokens hang together where they are a tree (needs a cache).
         """
+        if not self.whole:
+            raise UserError(
+                f"target {self.name} is loaded without most of its layers (target.weights: ends): "
+                "it can neither write nor give states; set target.weights: whole"
+            )
         kwargs: dict[str, Any] = {}
         if cache is not None:
             cache.begin(ids_BS.shape[1], nodes)
             kwargs = {"position_ids": cache.positions_BS, "kv_cache": cache}
         if self._parts is not None:
             self._parts.begin_pass(self.decoder.layers)
-        if not self.whole:
-            raise UserError(
-                f"target {self.name} is loaded without most of its layers (target.weights: ends): "
-                "it can neither write nor give states; set target.weights: whole"
-            )
         self._wanted = {*aux_layers, self.num_layers}
         self.decoder(input_ids=ids_BS, use_cache=False, **kwargs)
         states, self._states = self._states, {}
@@ -272,14 +272,6 @@ class Target:
         if 0 in self._wanted:
             self._states[0] = args[0] if args else kwargs["hidden_states"]
 
-    def _check_conventions(self) -> None:
-        """Our states and head must give the model's own logits, or nothing later is right."""
-        cache = self.new_cache(1, 8)
-        ids_BS = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
-        with torch.no_grad():
-            expected = self.model(input_ids=ids_BS, use_cache=False).logits.float()
-        ours = self.logits(self.forward(ids_BS).hidden_BSH)
-        tolerance = (1e-4 if self.dtype == torch.float32 else 5e-2) * float(expected.abs().max())
     def _check_ends(self) -> None:
         """Our norm and head must give the logits that the model's own code makes of any state."""
         seen: list[Tensor] = []
@@ -297,6 +289,14 @@ class Target:
                 "way that is not supported yet"
             )
 
+    def _check_conventions(self) -> None:
+        """Our states and head must give the model's own logits, or nothing later is right."""
+        cache = self.new_cache(1, 8)
+        ids_BS = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
+        with torch.no_grad():
+            expected = self.model(input_ids=ids_BS, use_cache=False).logits.float()
+        ours = self.logits(self.forward(ids_BS).hidden_BSH)
+        tolerance = (1e-4 if self.dtype == torch.float32 else 5e-2) * float(expected.abs().max())
         worst = float((ours - expected).abs().max())
         if not worst <= tolerance:
             raise UserError(
