@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from data.documents import Documents, flex, takes_flex
 from recipes.errors import UserError
 
 ATTENTION = "draftsmith"
@@ -41,6 +42,7 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     kv_cache: Keys | None = None,
+    documents: Documents | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention of a transformers model, causal, over its own tokens or over a `KVCache`.
@@ -49,30 +51,66 @@ def attend(
         query: [B, N*G, S, D]; key, value: [B, N, S, D] of the new tokens.
         _attention_mask: ignored: rows are padded on the right, so causality is all there is.
         kv_cache: the keys to append to and to read; None attends within the S tokens.
+        documents: what a packed row holds, of which each attends to itself; without a kv_cache.
 
     Returns:
         [B, S, N*G, D] and None, as transformers expects.
     """
     if s_aux is not None:
         raise UserError("this target uses attention sinks, which are not supported yet")
-    S = query.shape[2]
+    if documents is not None:
+        assert kv_cache is None, "rows are packed in training alone"
+        return _packed(query, key, value, documents, scaling, sliding_window, softcap), None
     if kv_cache is None:
-        mask_BST = None
-        if sliding_window is not None and sliding_window < S:
-            ones_SS = torch.ones(S, S, dtype=torch.bool, device=query.device)
-            mask_BST = (ones_SS.tril() & ones_SS.triu(1 - sliding_window))[None]
+        out = _own_tokens(query, key, value, scaling, sliding_window, softcap)
     else:
         key, value = kv_cache.append(module.layer_idx, key, value)
         mask_BST = kv_cache.mask_BST(sliding_window)
+        if softcap is None:
+            out = masked_attention(query, key, value, mask_BST, scaling)
+        else:
+            out = _softcapped(query, key, value, mask_BST, scaling, softcap)
+    return out.transpose(1, 2), None
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Every document of a packed row over itself: [B, S, N*G, D]."""
+    if takes_flex(query):
+        out = flex(query, key, value, documents, scaling, window, softcap)[0]
+    else:
+        parts = zip(*(documents.split(x) for x in (query, key, value)), strict=True)
+        out = torch.cat([_own_tokens(q, k, v, scaling, window, softcap) for q, k, v in parts], 2)
+    return out.transpose(1, 2)
+
+
+def _own_tokens(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Causal attention of a row over its own tokens: [B, N*G, S, D]."""
+    S, mask_BST = query.shape[2], None
+    if window is not None and window < S:
+        ones_SS = torch.ones(S, S, dtype=torch.bool, device=query.device)
+        mask_BST = (ones_SS.tril() & ones_SS.triu(1 - window))[None]
     if softcap is not None:
-        return _softcapped(query, key, value, mask_BST, scaling, softcap), None
+        return _softcapped(query, key, value, mask_BST, scaling, softcap)
     if mask_BST is None:
-        out = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )
-    else:
-        out = masked_attention(query, key, value, mask_BST, scaling)
-    return out.transpose(1, 2), None
+    return masked_attention(query, key, value, mask_BST, scaling)
 
 
 def masked_attention(
@@ -114,7 +152,7 @@ def _softcapped(
         S = query.shape[2]
         mask_BST = torch.ones(1, S, S, dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~mask_BST[:, None], float("-inf"))
-    return torch.matmul(scores.float().softmax(-1).to(value.dtype), value).transpose(1, 2)
+    return torch.matmul(scores.float().softmax(-1).to(value.dtype), value)
 
 
 AttentionInterface.register(ATTENTION, attend)

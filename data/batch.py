@@ -1,4 +1,4 @@
-"""Rows to batches: padding, a deterministic batch plan, and its division among ranks.
+"""Rows to batches: padding or packing, a deterministic batch plan, its division among ranks.
 
 Shape suffixes (this legend serves the whole project):
   B rows of a batch, S positions of the longest row (0-based, right-padded), H hidden size of the
@@ -16,17 +16,22 @@ A Batch:
                      computed (cached states only, may be absent)
   argmax_BS  int32   the target's most likely next token there (beside lse_BS)
   anchors_A  int64   flat positions b * S + s behind which drafts are trained; None = every one
+  documents          of a packed batch: it has one row, the documents one behind the other, and
+                     row_ids names those; None = every row is one document
   seed               of the random choices of a training pass over this batch
 """
 
 from __future__ import annotations
 
 import random
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from data.documents import Documents
 
 WINDOW_BATCHES = 64
 """Rows are sorted by length within windows of about this many batches."""
@@ -59,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Padded rows; see the legend above."""
+    """Padded rows, or packed ones; see the legend above."""
 
     row_ids: list[str]
     ids_BS: Tensor
@@ -70,7 +75,26 @@ class Batch:
     lse_BS: Tensor | None = None
     argmax_BS: Tensor | None = None
     anchors_A: Tensor | None = None
+    documents: Documents | None = None
     seed: int = 0
+
+    @property
+    def position_1S(self) -> Tensor:
+        """Place of each token within its document: int64 [1, S], the same in every row."""
+        if self.documents is not None:
+            return self.documents.position_1S
+        return torch.arange(self.ids_BS.shape[1], device=self.ids_BS.device)[None]
+
+    @property
+    def stretches(self) -> list[int]:
+        """Lengths of the stretches of flat places b * S + s that are a document each.
+
+        (With its padding, where rows are padded.)
+        """
+        if self.documents is not None:
+            return self.documents.lengths
+        num_rows, length = self.ids_BS.shape
+        return [length] * num_rows
 
     @property
     def valid_BS(self) -> Tensor:
@@ -94,11 +118,18 @@ class Batch:
             lse_BS=move(self.lse_BS),
             argmax_BS=move(self.argmax_BS),
             anchors_A=move(self.anchors_A),
+            documents=None if self.documents is None else self.documents.to(device),
         )
 
 
-def collate(rows: Sequence[Row], pad_id: int = 0) -> Batch:
-    """Pad rows on the right to the longest one. All rows have states, or none has."""
+def collate(rows: Sequence[Row], pad_id: int = 0, packing: bool = False) -> Batch:
+    """Pad rows on the right to the longest one, or pack them: one behind the other in one row.
+
+    All rows have states, or none has. The first token of a row is supervised in none: nothing
+    stands before it, so nobody drafts it. That also keeps drafts within their document, since all
+    tokens from anchor to slot are supervised (drafters.anchors).
+    """
+    join = _chain if packing else _pad
     assert rows, "a batch has at least one row; see make_batch for a rank without rows"
     for row in rows:
         assert row.ids_S.shape == row.mask_S.shape, (row.id, row.ids_S.shape, row.mask_S.shape)
@@ -108,22 +139,27 @@ def collate(rows: Sequence[Row], pad_id: int = 0) -> Batch:
     assert len(lse) in (0, len(states)), "some rows have a cached lse and some have none"
     argmax = [state.argmax_S for state in states if state.argmax_S is not None]
     assert len(argmax) in (0, len(lse)), "some rows have a cached argmax and some have none"
+    lengths = [len(row.ids_S) for row in rows]
+    masks = [torch.cat([row.mask_S.new_zeros(1), row.mask_S[1:]]) for row in rows]
     return Batch(
         row_ids=[row.id for row in rows],
-        ids_BS=_pad([row.ids_S for row in rows], pad_id),
-        mask_BS=_pad([row.mask_S for row in rows], False),
-        lengths_B=torch.tensor([len(row.ids_S) for row in rows]),
-        aux_BSF=_pad([state.aux_SF for state in states], 0.0) if states else None,
-        hidden_BSH=_pad([state.hidden_SH for state in states], 0.0) if states else None,
-        lse_BS=_pad(lse, 0.0) if lse else None,
-        argmax_BS=_pad(argmax, 0) if argmax else None,
+        ids_BS=join([row.ids_S for row in rows], pad_id),
+        mask_BS=join(masks, False),
+        lengths_B=torch.tensor([sum(lengths)] if packing else lengths),
+        aux_BSF=join([state.aux_SF for state in states], 0.0) if states else None,
+        hidden_BSH=join([state.hidden_SH for state in states], 0.0) if states else None,
+        lse_BS=join(lse, 0.0) if lse else None,
+        argmax_BS=join(argmax, 0) if argmax else None,
+        documents=Documents(lengths) if packing else None,
     )
 
 
-def make_batch(rows: Sequence[Row], indices: Sequence[int], pad_id: int = 0) -> Batch:
+def make_batch(
+    rows: Sequence[Row], indices: Sequence[int], pad_id: int = 0, packing: bool = False
+) -> Batch:
     """Collate one entry of a plan; an empty entry gives a stand_in, which contributes zero."""
     chosen = [rows[index] for index in indices] or [stand_in(rows[0])]
-    return collate(chosen, pad_id)
+    return collate(chosen, pad_id, packing)
 
 
 def stand_in(row: Row) -> Row:
@@ -152,21 +188,24 @@ def plan_batches(
     micro_batch_size: int,
     seed: int,
     epoch: int,
+    packing: bool = False,
 ) -> list[list[int]]:
     """Row indices of every micro-batch of one epoch, in order.
 
     A pure function of its arguments, so a position (epoch, index) is all that a resumed run needs.
     Every row comes exactly once; the last partial batch is kept. Rows of similar length share a
-    batch.
+    padded batch; a packed one is filled with rows of any length.
 
     Args:
         lengths: tokens of each row.
-        batch_tokens: cap on rows * longest row of a batch (padding counts). A longer row is a batch
-            of its own.
+        batch_tokens: cap on rows * longest row of a batch (padding counts), or on the tokens of a
+            packed one. A longer row is a batch of its own.
         micro_batch_size: rows a batch; used where batch_tokens is None.
         seed: of the order, together with the epoch.
         epoch: 0-based; each has an order of its own.
+        packing: the rows of a batch stand in one row, without padding (needs batch_tokens).
     """
+    assert batch_tokens is not None or not packing, "packed rows have a budget"
     rng = random.Random(f"{seed}/{epoch}")
     order = list(range(len(lengths)))
     rng.shuffle(order)
@@ -177,9 +216,19 @@ def plan_batches(
     plan: list[list[int]] = []
     for start in range(0, len(order), window):
         by_length = sorted(order[start : start + window], key=lambda index: -lengths[index])
-        plan += _cut(by_length, lengths, batch_tokens, micro_batch_size)
+        if packing and batch_tokens is not None:
+            plan += _fill(by_length, lengths, batch_tokens)
+        else:
+            plan += _cut(by_length, lengths, batch_tokens, micro_batch_size)
     rng.shuffle(plan)
     return plan
+
+
+def num_places(plan: Sequence[Sequence[int]], lengths: Sequence[int], packing: bool) -> int:
+    """Places of the batches of a plan, padding included: what a step computes."""
+    if packing:
+        return sum(lengths[index] for batch in plan for index in batch)
+    return sum(len(batch) * max(lengths[index] for index in batch) for batch in plan if batch)
 
 
 def shard(plan: list[list[int]], rank: int, world: int) -> list[list[int]]:
@@ -209,6 +258,26 @@ def _cut(
             batches.append([])
         batches[-1].append(index)
     return batches
+
+
+def _fill(by_length: list[int], lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Rows, longest first, each into the batch that it leaves the least room in (best fit)."""
+    batches: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (tokens left, batch), ascending
+    for index in by_length:
+        place = bisect_left(rooms, (lengths[index], -1))
+        if place < len(rooms):
+            room, batch = rooms.pop(place)
+        else:
+            room, batch = batch_tokens, len(batches)
+            batches.append([])
+        batches[batch].append(index)
+        insort(rooms, (room - lengths[index], batch))
+    return batches
+
+
+def _chain(tensors: Sequence[Tensor], _value: float) -> Tensor:
+    return torch.cat(list(tensors))[None]
 
 
 def _pad(tensors: Sequence[Tensor], value: float) -> Tensor:

@@ -30,6 +30,7 @@ from transformers import (
 from data import conversations, embedded
 from data.attention import ATTENTION, thin_linear, use_thin_linears
 from data.cache import KVCache, TreeNodes
+from data.documents import Documents
 from data.files import stable_hash
 from data.target_ends import load_ends
 from data.target_parts import Parts, join_parts, load_in_parts, whole_tensor
@@ -192,6 +193,7 @@ class Target:
         cache: KVCache | None = None,
         aux_layers: tuple[int, ...] = (),
         nodes: TreeNodes | None = None,
+        documents: Documents | None = None,
     ) -> TargetStates:
         """Run the decoder over new tokens.
 
@@ -215,6 +217,8 @@ class Target:
             self._parts.begin_pass(self.decoder.layers)
         self._wanted = {*aux_layers, self.num_layers}
         self.decoder(input_ids=ids_BS, use_cache=False, **kwargs)
+        elif documents is not None:
+            kwargs = documents.model_inputs()
         states, self._states = self._states, {}
         hidden_BSH = states[self.num_layers]
         aux_BSF = (

@@ -29,26 +29,38 @@ def supervised_anchors(mask_BS: Tensor, num_depths: int) -> list[Tensor]:
     return anchors
 
 
-def choose_anchors(mask_BS: Tensor, num_anchors: int | None, seed: int) -> Tensor:
-    """Anchors of a step [A], flat and ascending: all, or at most `num_anchors` a row at random."""
+def choose_anchors(
+    mask_BS: Tensor, num_anchors: int | None, seed: int, stretches: list[int] | None = None
+) -> Tensor:
+    """Anchors of a step [A], flat and ascending: all, or at most `num_anchors` a row at random.
+
+    Args:
+        stretches: of the batch, where it is packed: then a row is a document.
+    """
     all_A = supervised_anchors(mask_BS, 1)[0]
     if num_anchors is None:
         return all_A
     generator = torch.Generator().manual_seed(seed)
-    rows_A = all_A // mask_BS.shape[1]
+    num_rows, length = mask_BS.shape
     chosen = []
-    for b in range(mask_BS.shape[0]):
-        row_A = all_A[rows_A == b]
+    for row_A in by_stretch(all_A, stretches or [length] * num_rows):
         keep = torch.randperm(len(row_A), generator=generator)[:num_anchors].to(row_A.device)
         chosen.append(row_A[keep.sort()[0]])
     return torch.cat(chosen)
+
+
+def by_stretch(anchors_A: Tensor, stretches: list[int]) -> list[Tensor]:
+    """Flat anchors (ascending) of each stretch of flat places, see Batch.stretches."""
+    ends_T = torch.tensor(stretches).cumsum(0)
+    counts_T = torch.searchsorted(anchors_A, ends_T.to(anchors_A.device))
+    return list(anchors_A.tensor_split(counts_T[:-1].cpu()))
 
 
 def anchors_of(batch: Batch) -> Tensor:
     """The anchors chosen for this batch; all, where none were chosen."""
     if batch.anchors_A is not None:
         return batch.anchors_A
-    return choose_anchors(batch.mask_BS, None, batch.seed)
+    return supervised_anchors(batch.mask_BS, 1)[0]
 
 
 def supervised_slots(batch: Batch, num_depths: int) -> tuple[Tensor, Tensor]:

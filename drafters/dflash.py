@@ -183,8 +183,7 @@ class DFlash(TrainedDrafter):
         assert batch.aux_BSF is not None, "states are attached before the step"
         L, sees_LL = self.config.block_size, self.sees_LL()
         context_BSH = self.context(batch.aux_BSF)
-        steps_1S = torch.arange(batch.ids_BS.shape[1], device=batch.ids_BS.device)[None]
-        before = self._rope[0](context_BSH, steps_1S)
+        before = self._rope[0](context_BSH, batch.position_1S)
         x_BQH = self.embed(block_ids(batch.ids_BS, blocks, self.config.mask_token_id, L))
         cos, sin = self._rope[0](x_BQH, block_positions(blocks, L))
         for layer in self.block_layers:
@@ -211,11 +210,14 @@ class DFlash(TrainedDrafter):
             )
         if batch.anchors_A is not None:
             return batch
-        return replace(batch, anchors_A=choose_anchors(batch.mask_BS, self.num_anchors, batch.seed))
+        return replace(
+            batch,
+            anchors_A=choose_anchors(batch.mask_BS, self.num_anchors, batch.seed, batch.stretches),
+        )
 
     def slots(self, batch: Batch, num_depths: int) -> Slots:
         batch = self.with_anchors(batch, num_depths)
-        blocks = pack_blocks(anchors_of(batch), batch.ids_BS.shape)
+        blocks = pack_blocks(anchors_of(batch), batch.ids_BS.shape, batch.documents)
         outputs_XLH = self.run_blocks(batch, blocks)
         anchor_N, depth_N = supervised_slots(batch, num_depths)
         head_NH = outputs_XLH[blocks.index_X[anchor_N], depth_N + self.config.first_slot]

@@ -132,13 +132,13 @@ class DSpark(DFlash):
         """The sequential head reads the row's own tokens (teacher forcing)."""
         batch = self.with_anchors(batch, num_depths)
         anchors_X = anchors_of(batch)
-        blocks = pack_blocks(anchors_X, batch.ids_BS.shape)
+        blocks = pack_blocks(anchors_X, batch.ids_BS.shape, batch.documents)
         first = self.config.first_slot
         hidden_XKH = self.run_blocks(batch, blocks)[:, first : first + num_depths]
-        # Depth k stands behind token s + k; past the row's end there is padding and no slot.
+        # Depth k stands behind token s + k; past the document's end there is no slot.
         ids_BS = F.pad(batch.ids_BS, (0, num_depths))
         offsets_K = torch.arange(num_depths, device=ids_BS.device)
-        at_BQ = (blocks.position_BA[..., None] + offsets_K).flatten(1)
+        at_BQ = (blocks.place_BA[..., None] + offsets_K).flatten(1)
         embeds_XKR = self.markov_head.markov_w1(ids_BS.gather(1, at_BQ)).view(
             *hidden_XKH.shape[:2], -1
         )

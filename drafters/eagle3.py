@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from data.attention import masked_attention
 from data.batch import Batch
 from data.cache import KVCache
+from data.documents import Documents
 from data.target import Target
 from drafters.anchors import supervised_slots
 from drafters.base import Proposal, Sampling, Slots, TrainedDrafter
@@ -201,20 +202,28 @@ class Eagle3(TrainedDrafter):
         return self.fuse(aux_BSF)
 
     def rollout(
-        self, ids_BS: Tensor, aux_BSF: Tensor, num_steps: int, seed: int = 0
+        self,
+        ids_BS: Tensor,
+        aux_BSF: Tensor,
+        num_steps: int,
+        seed: int = 0,
+        documents: Documents | None = None,
     ) -> list[Tensor]:
         """Head inputs [B, S, H] of rollout steps 0..num_steps-1 (section 3.2: training-time test).
 
-        Rows whose token t+1+k lies past the end of the row are computed on padding; the caller's
-        mask must leave them out.
+        Rows whose token t+1+k lies past the end of the row are computed on padding, or on what
+        follows their document in a packed row; the caller's mask must leave them out. (Only they
+        see it: no earlier row looks at them.)
         """
         S = ids_BS.shape[1]
         positions_1S = torch.arange(S, device=ids_BS.device)[None]
+        if documents is not None:
+            positions_1S = documents.position_1S
         hidden_BSH, outputs = self.features(aux_BSF, seed), []
         past: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.layers]
         for k in range(num_steps):
             shifted_BS = F.pad(ids_BS[:, 1 + k :], (0, min(1 + k, S)))
-            step = (shifted_BS, hidden_BSH, positions_1S + k, past)
+            step = (shifted_BS, hidden_BSH, positions_1S + k, past, documents)
             if self.recompute and torch.is_grad_enabled():
                 hidden_BSH, past = checkpoint(
                     self._rollout_step, *step, use_reentrant=False, preserve_rng_state=False
@@ -230,6 +239,7 @@ class Eagle3(TrainedDrafter):
         hidden_BSH: Tensor,
         positions_BS: Tensor,
         past: list[tuple[list[Tensor], list[Tensor]]],
+        documents: Documents | None,
     ) -> tuple[Tensor, list[tuple[list[Tensor], list[Tensor]]]]:
         """One step of the rollout: its state, and `past` (keys, values of each layer) with its own.
 
@@ -242,7 +252,7 @@ class Eagle3(TrainedDrafter):
                 keys, values = extended[layer]
                 keys.append(key)
                 values.append(value)
-                return rollout_attention(query, keys, values)
+                return rollout_attention(query, keys, values, documents)
 
             return attend
 
@@ -253,7 +263,7 @@ class Eagle3(TrainedDrafter):
         """Row t drafts behind anchor t + 1; rollout step k is depth k."""
         assert batch.aux_BSF is not None, "states are attached before the step"
         anchor_N, depth_N = supervised_slots(batch, num_depths)
-        heads = self.rollout(batch.ids_BS, batch.aux_BSF, num_depths, batch.seed)
+        heads = self.rollout(batch.ids_BS, batch.aux_BSF, num_depths, batch.seed, batch.documents)
         parts = [h.flatten(0, 1)[anchor_N[depth_N == k] - 1] for k, h in enumerate(heads)]
         return Slots(torch.cat(parts), anchor_N, depth_N)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.batch import Batch
-from drafters.anchors import anchors_of, drop_by_depth, supervised_anchors
+from drafters.anchors import anchors_of, by_stretch, drop_by_depth, supervised_anchors
 from drafters.base import Proposal, Sampling, Slots
 from drafters.drafting import Draft
 from drafters.eagle3 import Eagle3, Eagle3Config, Eagle3State
@@ -116,22 +116,26 @@ class PEagle(Eagle3):
 
     def slots(self, batch: Batch, num_depths: int) -> Slots:
         assert batch.aux_BSF is not None, "states are attached before the step"
-        B, S = batch.ids_BS.shape
-        fused_BSH, anchors_A = self.fuse(batch.aux_BSF), anchors_of(batch)
+        stretches = batch.stretches  # rows, or documents of a packed row
+        ids = batch.ids_BS.flatten().split(stretches)
+        fused = self.fuse(batch.aux_BSF).flatten(0, 1).split(stretches)
         allowed = supervised_anchors(batch.mask_BS, num_depths)
         generator = torch.Generator().manual_seed(batch.seed)
         config = self.config
         heads, anchors, depths = [], [], []
-        for b in range(B):
-            row_A = anchors_A[anchors_A // S == b]
+        start = 0
+        for row_A, ids_S, fused_SH in zip(
+            by_stretch(anchors_of(batch), stretches), ids, fused, strict=True
+        ):
             sets = drop_by_depth(
                 row_A, allowed, generator, config.keep_ratio, config.min_keep_ratio
             )
-            chains = Chains([part - b * S for part in sets])
-            out_NH = self._pass(batch.ids_BS[b], fused_BSH[b], chains)
-            heads += [out_NH[row_A - b * S - 1], out_NH[S:]]
-            anchors += [row_A, chains.anchor_N + b * S]
+            chains = Chains([part - start for part in sets])
+            out_NH = self._pass(ids_S, fused_SH, chains)
+            heads += [out_NH[row_A - start - 1], out_NH[len(ids_S) :]]
+            anchors += [row_A, chains.anchor_N + start]
             depths += [torch.zeros_like(row_A), chains.depth_N]
+            start += len(ids_S)
         return Slots(torch.cat(heads), torch.cat(anchors), torch.cat(depths))
 
     def _pass(self, ids_S: Tensor, fused_SH: Tensor, chains: Chains) -> Tensor:

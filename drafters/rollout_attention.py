@@ -20,16 +20,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from data.documents import Documents, flex, takes_flex
+
 FLASH_DEVICES = ("cpu", "meta")  # devices whose flash kernel takes every dtype
 CHUNK = 256  # queries at a time where there is no flash kernel
 aten: Any = torch.ops.aten
 
 
-def rollout_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+def rollout_attention(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents | None = None
+) -> Tensor:
     """Attention of rollout step k = len(keys) - 1 (see above), differentiable once.
 
     Args:
         query: [B, M, S, D]; keys, values: k + 1 tensors [B, N, S, D], step 0 first.
+        documents: of a packed row; each is a rollout of its own.
 
     Returns:
         [B, M, S, D], in autocast's dtype where autocast is on.
@@ -39,11 +44,36 @@ def rollout_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -
         dtype = torch.get_autocast_dtype(device)
         query = query.to(dtype)
         keys, values = [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
+    if documents is not None:
+        if takes_flex(query):
+            return merged(query, keys, values, *flex(query, keys[0], values[0], documents))
+        parts = zip(*(documents.split(x) for x in (query, *keys, *values)), strict=True)
+        rows = [rollout_attention(part[0], *_halves(part[1:])) for part in parts]
+        return torch.cat(rows, 2)
     if len(keys) == 1 and device != "meta":  # torch would plan meta tensors without a flash kernel
         return F.scaled_dot_product_attention(
             query, keys[0], values[0], is_causal=True, enable_gqa=True
         )
     out: Tensor = _RolloutAttention.apply(query, *keys, *values)
+    return out
+
+
+def merged(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], out: Tensor, lse_BMS: Tensor
+) -> Tensor:
+    """The own terms of steps 1, 2, ... merged into a causal product that has gradients itself.
+
+    Args:
+        out, lse_BMS: the product over step 0 [B, M, S, D] and its logsumexp, both differentiable.
+    """
+    if len(keys) == 1:
+        return out
+    M = query.shape[1]
+    own = [_own_scores(query, key) for key in keys[1:]]
+    total_BMS = torch.stack([lse_BMS.to(own[0].dtype), *own]).logsumexp(0)
+    out = out * (lse_BMS - total_BMS).exp()[..., None].to(out.dtype)
+    for score_BMS, value in zip(own, values[1:], strict=True):
+        out = out + (score_BMS - total_BMS).exp()[..., None].to(out.dtype) * _heads(value, M)
     return out
 
 

@@ -26,7 +26,13 @@ from data.attention import ATTENTION, thin_linear, use_thin_linears
 from data.batch import Batch
 from data.cache import KVCache
 from data.target import Target, cache_for, head_scale
-from drafters.anchors import anchors_of, drop_by_depth, supervised_anchors, supervised_slots
+from drafters.anchors import (
+    anchors_of,
+    by_stretch,
+    drop_by_depth,
+    supervised_anchors,
+    supervised_slots,
+)
 from drafters.base import Proposal, Sampling, Slots, TrainedDrafter
 from drafters.drafting import Draft
 from recipes.errors import UserError
@@ -149,7 +155,9 @@ class SmallLM(TrainedDrafter):
         So depths beyond 0 train nothing new: a row's own token counts once with one depth.
         """
         anchor_N, depth_N = supervised_slots(batch, num_depths)
-        states_BSW = self.states(batch.ids_BS)
+        documents = batch.documents
+        packed = {} if documents is None else documents.model_inputs()
+        states_BSW = self.states(batch.ids_BS, **packed)
         return Slots(states_BSW.flatten(0, 1)[anchor_N + depth_N], anchor_N, depth_N)
 
     # Decoding: `observe` runs over what was committed, the anchor too; `propose` goes on from it.
@@ -243,31 +251,34 @@ class Pard(SmallLM):
 
     def slots(self, batch: Batch, num_depths: int) -> Slots:
         """Depth 0 is the token's own row, deeper ones are masks, fewer and fewer of them."""
-        S, anchors_A = batch.ids_BS.shape[1], anchors_of(batch)
+        stretches = batch.stretches  # rows, or documents of a packed row
+        ids = batch.ids_BS.flatten().split(stretches)
         allowed = supervised_anchors(batch.mask_BS, num_depths)
         generator = torch.Generator().manual_seed(batch.seed)
         config = self.config
         heads, anchors, depths = [], [], []
-        for b, ids_S in enumerate(batch.ids_BS):
-            row_A = anchors_A[anchors_A // S == b]
+        start = 0
+        for row_A, ids_S in zip(by_stretch(anchors_of(batch), stretches), ids, strict=True):
+            S = len(ids_S)
             sets = drop_by_depth(
                 row_A, allowed, generator, config.keep_ratio, config.min_keep_ratio
             )
-            anchor_N = torch.cat(sets) - b * S
+            anchor_N = torch.cat(sets) - start
             depth_N = torch.cat([torch.full_like(part, d) for d, part in enumerate(sets, 1)])
             keys = ChainKeys(S, anchor_N, depth_N)
             ids_T = torch.cat([ids_S, self._masks(len(anchor_N))])
             states_TW = self.states(
                 ids_T[None], position_ids=keys.positions_T[None], kv_cache=keys
             )[0]
-            heads += [states_TW[row_A - b * S], states_TW[S:]]
-            anchors += [row_A, anchor_N + b * S]
+            heads += [states_TW[row_A - start], states_TW[S:]]
+            anchors += [row_A, anchor_N + start]
             depths += [torch.zeros_like(row_A), depth_N]
         return Slots(torch.cat(heads), torch.cat(anchors), torch.cat(depths))
 
     def _masks(self, num: int) -> Tensor:
         return torch.full((num,), self.config.mask_token_id, device=self.d2t.device)
 
+            start += S
     @torch.no_grad()
     def propose(
         self,

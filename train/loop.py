@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from data.batch import STAND_IN, Batch, make_batch, plan_batches
+from data.batch import STAND_IN, Batch, make_batch, num_places, plan_batches
 from data.files import stable_hash
 from data.pipeline import Prepared
 from data.progress import progress
@@ -100,7 +100,12 @@ def epoch_plan(recipe: Recipe, rows: RowFile, epoch: int) -> list[list[int]]:
     """The micro-batches of an epoch, as row indices; a pure function: resume is exact."""
     section = recipe.train
     return plan_batches(
-        rows.lengths, section.batch_tokens, section.micro_batch_size, section.seed, epoch
+        rows.lengths,
+        section.batch_tokens,
+        section.micro_batch_size,
+        section.seed,
+        epoch,
+        section.packing,
     )
 
 
@@ -183,7 +188,9 @@ def train(
                 chain = stable_hash([chain, [row.id for row in read]])
                 batches = [load(indices, epoch) for indices in deal(chosen, rank, world)]
                 num_read = sum(len(row.ids_S) for row in read)
-                yield Window(batches, epoch, index, chain, epoch + index / len(plan), num_read)
+                places = num_places(chosen, rows.lengths, section.packing)
+                share = epoch + index / len(plan)
+                yield Window(batches, epoch, index, chain, share, num_read, places)
             epoch, index = epoch + 1, 0
 
     def load(indices: list[int], epoch: int) -> Batch:
@@ -191,7 +198,7 @@ def train(
         chosen = [rows[i] for i in indices] or [rows[0]]
         if prepared.store is not None:
             chosen = [replace(row, states=prepared.store.get(row.id)) for row in chosen]
-        batch = make_batch(chosen, range(len(indices)), target.pad_id)
+        batch = make_batch(chosen, range(len(indices)), target.pad_id, section.packing)
         # Random choices follow from seed, epoch and rows alone, so that a resumed run repeats them,
         # with whatever number of processes.
         key = [section.seed, epoch, batch.row_ids]
@@ -201,9 +208,8 @@ def train(
         return batch.to(target.device)
 
     def with_anchors(batch: Batch) -> Batch:
-        return replace(
-            batch, anchors_A=choose_anchors(batch.mask_BS, drafter.num_anchors, batch.seed)
-        )
+        anchors_A = choose_anchors(batch.mask_BS, drafter.num_anchors, batch.seed, batch.stretches)
+        return replace(batch, anchors_A=anchors_A)
 
     def complete(batch: Batch) -> Batch:
         """What needs the models: the drafter's own answers, the target's states."""
@@ -220,7 +226,8 @@ def train(
         name: torch.tensor(values, dtype=torch.float64, device=target.device) * (rank == 0)
         for name, values in done.window.items()
     }
-    logged, logged_step, logged_tokens, num_read = time.monotonic(), done.step, done.num_tokens, 0
+    logged, logged_step, logged_tokens = time.monotonic(), done.step, done.num_tokens
+    read, places = 0, 0  # tokens, and places that they take with their padding
     clock = time.process_time if section.clock == "processor" else time.monotonic
     began = clock() - done.seconds
     metrics_log = MetricsLog(
@@ -247,7 +254,7 @@ def train(
                 )
                 set_lr(optimizer, lr)
                 done.epoch, done.index, done.rows = window.epoch, window.index, window.rows
-                num_read += window.num_read
+                read, places = read + window.num_read, places + window.num_places
                 with timer.phase("target"):
                     batches = [complete(batch) for batch in window.batches]
                 slots = [count_slots(batch) for batch in batches]
@@ -293,14 +300,15 @@ def train(
                         "num_skipped": done.num_skipped,
                         "num_empty": done.num_empty,
                         "tokens_per_second": (done.num_tokens - logged_tokens) / (now - logged),
-                        "share_supervised": (done.num_tokens - logged_tokens) / max(num_read, 1),
+                        "share_supervised": (done.num_tokens - logged_tokens) / max(read, 1),
+                        "share_padding": 1 - read / max(places, 1),
                         **timer.numbers(),
                         "minutes": done.seconds / 60,
                         "minutes_left": max(left, 0.0) / 60,
                     }
                     metrics_log.log(done.step, numbers)
                     sums, norms, logged, logged_tokens = {}, [], now, done.num_tokens
-                    num_read, logged_step = 0, done.step
+                    read, places, logged_step = 0, 0, done.step
                 every = section.validate_every
                 if last or (every and done.step % every == 0):
                     paused, paused_at = time.monotonic(), clock()

@@ -72,6 +72,11 @@ def sizes_of(recipe: Recipe, on_gpu: bool | None = None) -> Sizes:
         dtype = "bfloat16"
     target_bytes = resolve_dtype(dtype, resolve_device(recipe.target.device)).itemsize
     cached = data.states == "cached"
+    num_rows, length = section.micro_batch_size, data.max_length
+    if section.batch_tokens and section.packing:
+        num_rows, length = 1, max(section.batch_tokens, data.max_length)
+    elif section.batch_tokens:
+        num_rows = max(1, section.batch_tokens // data.max_length)
     shape = Shape(
         fields=fields,
         aux_layers=aux,
@@ -81,10 +86,8 @@ def sizes_of(recipe: Recipe, on_gpu: bool | None = None) -> Sizes:
         target_parameters=_target_parameters(fields),
         target_bytes=target_bytes,
         states_bytes=DTYPES[data.states_dtype].itemsize if cached else target_bytes,
-        num_rows=max(1, section.batch_tokens // data.max_length)
-        if section.batch_tokens
-        else section.micro_batch_size,
-        length=data.max_length,
+        num_rows=num_rows,
+        length=length,
     )
     return Sizes(
         shape=shape,

@@ -19,7 +19,7 @@ class Window:
     """What one optimizer step reads, and where the reader stands behind it.
 
     epoch, index, rows: as in checkpoint.Progress. share: epochs read, as a number for people.
-    num_read: tokens of its rows, of all ranks, prompts included.
+    num_read: tokens of its rows, of all ranks, prompts included. num_places: with the padding.
     """
 
     batches: list[Batch]
@@ -28,6 +28,7 @@ class Window:
     rows: str
     share: float
     num_read: int
+    num_places: int
 
 
 def prefetched(items: Iterator[Item], num_ahead: int) -> Generator[Item, None, None]:

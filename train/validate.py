@@ -36,7 +36,7 @@ def with_states(target: Target, batch: Batch, aux_layers: tuple[int, ...]) -> Ba
     batch = batch.to(target.device)
     if batch.aux_BSF is not None:
         return batch
-    states = target.forward(batch.ids_BS, None, aux_layers)
+    states = target.forward(batch.ids_BS, None, aux_layers, documents=batch.documents)
     needed_BS = torch.zeros_like(batch.mask_BS)
     needed_BS[:, :-1] = batch.mask_BS[:, 1:]
     lse, argmax = summaries(target, states.hidden_BSH.flatten(0, 1), needed_BS.flatten())
