@@ -213,12 +213,12 @@ class Target:
         if cache is not None:
             cache.begin(ids_BS.shape[1], nodes)
             kwargs = {"position_ids": cache.positions_BS, "kv_cache": cache}
+        elif documents is not None:
+            kwargs = documents.model_inputs()
         if self._parts is not None:
             self._parts.begin_pass(self.decoder.layers)
         self._wanted = {*aux_layers, self.num_layers}
         self.decoder(input_ids=ids_BS, use_cache=False, **kwargs)
-        elif documents is not None:
-            kwargs = documents.model_inputs()
         states, self._states = self._states, {}
         hidden_BSH = states[self.num_layers]
         aux_BSF = (

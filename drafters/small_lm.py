@@ -273,12 +273,12 @@ class Pard(SmallLM):
             heads += [states_TW[row_A - start], states_TW[S:]]
             anchors += [row_A, anchor_N + start]
             depths += [torch.zeros_like(row_A), depth_N]
+            start += S
         return Slots(torch.cat(heads), torch.cat(anchors), torch.cat(depths))
 
     def _masks(self, num: int) -> Tensor:
         return torch.full((num,), self.config.mask_token_id, device=self.d2t.device)
 
-            start += S
     @torch.no_grad()
     def propose(
         self,
