@@ -10,6 +10,7 @@ whatever lies behind is overwritten by the next append. That is what speculative
 is handed to a new row by setting its length to zero).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -155,6 +156,24 @@ class KVCache:
             for buffer in (*self.keys, *self.values):
                 buffer[rows_B1, :, new_BA] = buffer[rows_B1, :, old_BA]
         self.advance(num_B)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Go on with some of the rows; only those that take another's place are copied.
+
+        Args:
+            rows: which row each of the rows left is; rows[r] is r itself, or a row that would
+                else be cut off (from len(rows) on).
+        """
+        num = len(rows)
+        for r, row in enumerate(rows):
+            if r != row:
+                end = int(self.lengths_B[row])
+                for buffer in (*self.keys, *self.values):
+                    buffer[r, :, :end] = buffer[row, :, :end]
+        self.keys = [keys[:num] for keys in self.keys]
+        self.values = [values[:num] for values in self.values]
+        self.lengths_B = self.lengths_B[list(rows)]
+        self.rows_B = self.rows_B[:num]
 
     def advance(self, num_tokens_B: Tensor | int) -> None:
         """Commit the first `num_tokens` of the tokens just appended, row by row."""

@@ -108,6 +108,14 @@ class DecodingDrafter(ABC):
         """Make the state for one decode of these prompts (rows), of at most `max_length` tokens."""
 
     @abstractmethod
+    def keep(self, state: Any, rows: list[int]) -> Any:
+        """The state of some rows alone; the one given is not used again.
+
+        Args:
+            rows: as in data.cache.KVCache.keep_rows.
+        """
+
+    @abstractmethod
     def observe(self, state: Any, next_ids_BN: Tensor, aux_BNF: Tensor, num_B: Tensor) -> None:
         """Take in committed positions.
 

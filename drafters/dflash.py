@@ -238,6 +238,10 @@ class DFlash(TrainedDrafter):
         )
         return DFlashState(cache, torch.zeros_like(cache.lengths_B))
 
+    def keep(self, state: DFlashState, rows: list[int]) -> DFlashState:
+        state.cache.keep_rows(rows)
+        return DFlashState(state.cache, state.anchor_B[rows])
+
     @torch.no_grad()
     def observe(
         self, state: DFlashState, next_ids_BN: Tensor, aux_BNF: Tensor, num_B: Tensor

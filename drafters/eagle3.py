@@ -282,6 +282,10 @@ class Eagle3(TrainedDrafter):
         )
         return Eagle3State(cache, weight.new_zeros(len(prompts), config.hidden_size))
 
+    def keep(self, state: Eagle3State, rows: list[int]) -> Eagle3State:
+        state.cache.keep_rows(rows)
+        return Eagle3State(state.cache, state.last_hidden_BH[rows])
+
     def _cached_step(self, state: Eagle3State, ids_BS: Tensor, hidden_BSH: Tensor) -> Tensor:
         cache = state.cache
         cache.begin(ids_BS.shape[1])

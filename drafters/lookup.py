@@ -46,6 +46,9 @@ class Lookup(DecodingDrafter):
             row.push(prompt[0], self.sizes)  # `observe` brings every later token, prompt included
         return rows
 
+    def keep(self, state: list[_Row], rows: list[int]) -> list[_Row]:
+        return [state[row] for row in rows]
+
     def observe(
         self, state: list[_Row], next_ids_BN: Tensor, aux_BNF: Tensor, num_B: Tensor
     ) -> None:
@@ -89,6 +92,9 @@ class LookupThen(DecodingDrafter):
 
     def start(self, prompts: list[list[int]], max_length: int) -> _Both:
         return _Both(self.lookup.start(prompts, max_length), self.head.start(prompts, max_length))
+
+    def keep(self, state: _Both, rows: list[int]) -> _Both:
+        return _Both(self.lookup.keep(state.lookup, rows), self.head.keep(state.head, rows))
 
     def observe(self, state: _Both, next_ids_BN: Tensor, aux_BNF: Tensor, num_B: Tensor) -> None:
         self.head.observe(state.head, next_ids_BN, aux_BNF, num_B)

@@ -116,6 +116,9 @@ class Medusa(TrainedDrafter):
     def start(self, prompts: list[list[int]], max_length: int) -> list[Tensor]:
         return [self._weight.new_zeros(len(prompts), self.config.hidden_size)]
 
+    def keep(self, state: list[Tensor], rows: list[int]) -> list[Tensor]:
+        return [state[0][rows]]
+
     @torch.no_grad()
     def observe(
         self, state: list[Tensor], next_ids_BN: Tensor, aux_BNF: Tensor, num_B: Tensor

@@ -172,6 +172,11 @@ class SmallLM(TrainedDrafter):
             first_B,
         )
 
+    def keep(self, state: SmallLMState, rows: list[int]) -> SmallLMState:
+        state.cache.keep_rows(rows)
+        first_B = None if state.first_B is None else state.first_B[rows]
+        return SmallLMState(state.cache, state.last_BW[rows], first_B)
+
     def _cached(self, cache: KVCache, ids_BN: Tensor) -> Tensor:
         cache.begin(ids_BN.shape[1])
         return self.states(ids_BN, position_ids=cache.positions_BS, kv_cache=cache)

@@ -150,6 +150,9 @@ class Suffix(DecodingDrafter):
                 self._shared.remove(self._cached.popleft())
         self._open = []
 
+    def keep(self, state: list[_Row], rows: list[int]) -> list[_Row]:
+        return [state[row] for row in rows]
+
     def observe(
         self, state: list[_Row], next_ids_BN: Tensor, aux_BNF: Tensor, num_B: Tensor
     ) -> None:

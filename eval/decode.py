@@ -57,14 +57,16 @@ def decode(
     law does. Both hold under a repetition penalty, too.
     """
     run = Run(target, drafter, prompts, settings, indices, on_tokens)
-    run.prefill(prompts)
-    while not all(row.finish for row in run.rows):
-        run.round()
-    return run.rows, run.seconds
+    return run.finish(prompts)
 
 
 class Run:
-    """One decode: the rows, their caches and random numbers, and the clock."""
+    """One decode: the rows, their caches and random numbers, and the clock.
+
+    answers: all, in the order of the prompts. rows: those still computed, in the order of the
+    caches; numbers: their places among the answers. Rows that are finished leave, so that a batch
+    does not cost what it did until its last row is done.
+    """
 
     def __init__(
         self,
@@ -77,7 +79,8 @@ class Run:
     ) -> None:
         self.target, self.drafter, self.settings = target, drafter, settings
         self.sampling, self.device, self.on_tokens = settings.sampling, target.device, on_tokens
-        self.rows, self.seconds = [Decoded() for _ in prompts], Seconds()
+        self.answers, self.seconds = [Decoded() for _ in prompts], Seconds()
+        self.rows, self.numbers = list(self.answers), list(range(len(prompts)))
         self.generators = [
             torch.Generator().manual_seed(settings.seed * 1_000_003 + i)
             for i in (range(len(prompts)) if indices is None else indices)
@@ -88,9 +91,38 @@ class Run:
         self.cache = target.new_cache(len(prompts), max_length)
         self.state = drafter.start(prompts, max_length) if drafter else None
         self.aux_layers = drafter.aux_layers if drafter else ()
-        self.rows_B = self.cache.rows_B
         self.last_B = self.rows_B.new_zeros(len(prompts))
         self.seen_BV: Tensor | None = None  # only kept for a repetition penalty
+
+    @property
+    def rows_B(self) -> Tensor:
+        """Indices of the rows still computed."""
+        return self.cache.rows_B
+
+    def finish(self, prompts: list[list[int]]) -> tuple[list[Decoded], Seconds]:
+        """Round after round until every answer has ended."""
+        self.prefill(prompts)
+        while not all(row.finish for row in self.rows):
+            self.drop_finished()
+            self.round()
+        return self.answers, self.seconds
+
+    def drop_finished(self) -> None:
+        """Leave finished rows behind; the last rows of the batch take the places of others."""
+        live = [b for b, row in enumerate(self.rows) if not row.finish]
+        num = len(live)
+        if num == len(self.rows):
+            return
+        last = iter(b for b in live if b >= num)
+        kept = [next(last) if self.rows[b].finish else b for b in range(num)]
+        self.cache.keep_rows(kept)
+        if self.drafter:
+            self.state = self.drafter.keep(self.state, kept)
+        self.rows = [self.rows[b] for b in kept]
+        self.numbers = [self.numbers[b] for b in kept]
+        self.generators = [self.generators[b] for b in kept]
+        self.last_B = self.last_B[kept]
+        self.seen_BV = None if self.seen_BV is None else self.seen_BV[kept]
 
     def uniforms(self, num: int) -> Tensor:
         """Fresh random numbers [B, num], each row's from its own generator."""
@@ -227,9 +259,9 @@ class Run:
         """Hand over what each row has just gained."""
         if self.on_tokens is None:
             return
-        for b, (row, num) in enumerate(zip(self.rows, committed, strict=True)):
+        for number, row, num in zip(self.numbers, self.rows, committed, strict=True):
             if num:
-                self.on_tokens(b, row.ids[-num:])
+                self.on_tokens(number, row.ids[-num:])
 
 
 def _narrow(proposal: Proposal, room_B: Tensor) -> Proposal:

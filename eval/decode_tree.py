@@ -60,10 +60,7 @@ def decode_tree(
     settings = replace(settings, num_draft=max(spec.num_guesses, spec.num_drafter_places))
     run = _TreeRun(target, drafter, prompts, settings, indices, on_tokens)
     run.spec = spec
-    run.prefill(prompts)
-    while not all(row.finish for row in run.rows):
-        run.round()
-    return run.rows, run.seconds
+    return run.finish(prompts)
 
 
 class _TreeRun(Run):

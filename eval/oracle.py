@@ -38,6 +38,13 @@ class Replay(DecodingDrafter):
         places = [1 - len(prompt) for prompt in prompts]  # `observe` is told of the prompt, too
         return _State(self.inner.start(prompts, max_length), answers, places)
 
+    def keep(self, state: _State, rows: list[int]) -> _State:
+        return _State(
+            self.inner.keep(state.inner, rows),
+            [state.answers[row] for row in rows],
+            [state.places[row] for row in rows],
+        )
+
     def observe(self, state: _State, next_ids_BN: Tensor, aux_BNF: Tensor, num_B: Tensor) -> None:
         self.inner.observe(state.inner, next_ids_BN, aux_BNF, num_B)
         for b, num in enumerate(num_B.tolist()):

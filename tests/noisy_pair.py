@@ -22,6 +22,9 @@ class NoisyTable(DecodingDrafter):
     def start(self, prompts: list[list[int]], max_length: int) -> SimpleNamespace:
         return SimpleNamespace(last_B=torch.tensor([p[-1] for p in prompts]))
 
+    def keep(self, state: SimpleNamespace, rows: list[int]) -> SimpleNamespace:
+        return SimpleNamespace(last_B=state.last_B[rows])
+
     def observe(
         self, state: SimpleNamespace, next_ids_BN: Tensor, aux_BNF: Tensor, num_B: Tensor
     ) -> None:

@@ -74,6 +74,9 @@ class Oracle(DecodingDrafter):
             for p in prompts
         ]
 
+    def keep(self, state: Any, rows: list[int]) -> Any:
+        return [state[row] for row in rows]
+
     def observe(self, state: Any, next_ids_BN: Tensor, aux_BNF: Tensor, num_B: Tensor) -> None:
         for row, num in zip(state, num_B.tolist(), strict=True):
             row.place += num  # tokens of the answer that are committed
@@ -106,6 +109,9 @@ class FixedLaw(DecodingDrafter):
         self.q_V = q_V
 
     def start(self, prompts: list[list[int]], max_length: int) -> None:
+        return None
+
+    def keep(self, state: None, rows: list[int]) -> None:
         return None
 
     def observe(self, state: Any, next_ids_BN: Tensor, aux_BNF: Tensor, num_B: Tensor) -> None:

@@ -96,6 +96,9 @@ class Head(DecodingDrafter):
     def start(self, prompts: list[list[int]], max_length: int) -> str:
         return f"{len(prompts)} rows of {max_length}"
 
+    def keep(self, state: str, rows: list[int]) -> str:
+        return f"{len(rows)} rows left"
+
     def observe(self, state: Any, next_ids_BN: Tensor, aux_BNF: Tensor, num_B: Tensor) -> None:
         self.observed.append((state, num_B.tolist()))
 
