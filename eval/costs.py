@@ -18,7 +18,7 @@ from drafters.base import DecodingDrafter, Sampling
 
 VERIFY_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 17)
 DRAFT_SIZES = (1, 2, 4, 8, 16)
-NUM_REPEATS = 3
+NUM_REPEATS = 5
 
 Passes = dict[tuple[str, int], Callable[[], object]]
 Clock = Callable[[], float]
@@ -66,10 +66,14 @@ def measure_passes(
 def interleaved(
     passes: Passes, num_repeats: int, device: torch.device, clock: Clock = time.perf_counter
 ) -> dict[tuple[str, int], float]:
-    """Median seconds of each pass; all run once unclocked, then in turn, again and again."""
+    """Median seconds of each pass; all run once unclocked, then in turn, again and again.
+
+    Every other turn goes backwards, so that none always follows the same one.
+    """
     spent: dict[tuple[str, int], list[float]] = {key: [] for key in passes}
     for repeat in range(num_repeats + 1):
-        for key, call in passes.items():
+        turn = list(passes.items())
+        for key, call in turn[:: -1 if repeat % 2 else 1]:
             _wait(device)
             start = clock()
             call()

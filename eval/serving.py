@@ -21,7 +21,7 @@ from eval.costs import measure_passes
 from eval.measure import check_prompts, decode_settings, make_answer, render_all
 from eval.results import Plan, make_drafters
 from eval.sweep import load_target
-from eval.task_result import MAX_PREDICTED, loop_ms, make_records
+from eval.task_result import MAX_PREDICTED, loop_costs, make_records
 from eval.tasks import Task
 from recipes.errors import UserError
 from recipes.schema import EvalSection
@@ -92,8 +92,7 @@ def make_table(
         raise UserError("no round was decoded; plan with eval.max_new_tokens above 1")
     ids = render_all(target, prompts, template_kwargs)
     times = measure_passes(target, {"drafter": drafter}, ids, size, settings.sampling)
-    loop = {0: loop_ms(arms[BASELINE]), settings.num_draft: loop_ms(arms["drafter"])}
-    costs = theory.Costs(times.verify, times.draft["drafter"], loop)
+    costs = loop_costs(arms[BASELINE], arms["drafter"], settings.num_draft, times, "drafter")
     points = theory.predict(costs, rates["survival"], MAX_PREDICTED)
     best = theory.best_point(points)
     context = sum(map(len, ids)) // len(ids) + section.max_new_tokens // 2

@@ -134,12 +134,29 @@ def loop_ms(arm: Arm) -> float:
     return 1000 * (arm.total.sampling + arm.total.bookkeeping) / arm.num_steps
 
 
+def loop_costs(
+    baseline: Arm, arm: Arm, num_draft: int, times: PassTimes, name: str
+) -> theory.Costs:
+    """What the parts of a round cost in the loop, for any number of draft tokens.
+
+    The loop ran with none and with num_draft; from there to other numbers the proportions of
+    passes timed by themselves lead. Their level is not that of the loop: there caches are longer
+    and other passes come in between.
+    """
+    plain, steps = 1000 * baseline.total.verify / baseline.num_steps, arm.num_steps
+    verify, draft = 1000 * arm.total.verify / steps, 1000 * arm.total.draft / steps
+    return theory.Costs(
+        theory.brought_to(times.verify, {1: plain, num_draft + 1: verify}),
+        theory.brought_to(times.draft[name], {num_draft: draft}),
+        {0: loop_ms(baseline), num_draft: loop_ms(arm)},
+    )
+
+
 def predicted_curve(
     baseline: Arm, arm: Arm, survival: Sequence[float], times: PassTimes, name: str
 ) -> list[PredictedPoint]:
     """Speedup and tau predicted for other numbers of draft tokens, beside what was measured."""
-    loop = {0: loop_ms(baseline), len(survival): loop_ms(arm)}
-    costs = theory.Costs(times.verify, times.draft[name], loop)
+    costs = loop_costs(baseline, arm, len(survival), times, name)
     return [
         {"num_draft_tokens": p.num_draft_tokens, "speedup": p.speedup, "tau": p.tau}
         for p in theory.predict(costs, survival, MAX_PREDICTED)

@@ -89,6 +89,20 @@ def interpolate(points: dict[int, float], x: int) -> float:
     return points[a] + (points[b] - points[a]) * (x - a) / (b - a)
 
 
+def brought_to(times: dict[int, float], known: dict[int, float]) -> dict[int, float]:
+    """Times by size, multiplied so that they pass through those known at some sizes.
+
+    The factor is interpolated between two known sizes and stays as it is beyond them. So the sizes
+    keep their proportions, and the level is that of the place where `known` was measured. A time
+    of 0 has no proportion to any other: it stays.
+    """
+    at = {x: interpolate(times, x) for x in known}
+    factors = {x: known[x] / at[x] if at[x] > 0 else 1.0 for x in known}
+    low, high = min(known), max(known)
+    brought = {x: t * interpolate(factors, min(max(x, low), high)) for x, t in times.items()}
+    return brought | known
+
+
 def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
     """Tokens a round, bonus included, if each position accepts with probability alpha.
 

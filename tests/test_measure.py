@@ -17,13 +17,14 @@ from drafters.methods import build_drafter
 from drafters.vllm_format import save
 from eval import decode as loop
 from eval.arms import Arm, TurnAnswer, middle, run_arms
+from eval.costs import PassTimes
 from eval.decode import Decoded, DecodeSettings, Round
 from eval.measure import check_prompts, greedy_check, measure, num_batches
 from eval.metrics import aggregate
 from eval.record import validate
 from eval.results import make_lossless
 from eval.round_texts import make_samples
-from eval.task_result import make_records, speedup_by_repeat
+from eval.task_result import make_records, predicted_curve, speedup_by_repeat
 from eval.tasks import Task
 from eval.turns import TurnBatch
 from recipes.drafter_sections import Eagle3Section
@@ -107,6 +108,25 @@ def batch_of(answers, seconds, start=0) -> TurnBatch:
 
 def rounds_of(*accepted: int, proposed: int = 3) -> list[Round]:
     return [Round(proposed, a, a + 1, [0] * proposed) for a in accepted]
+
+
+@pytest.mark.parametrize("level", [1.0, 0.6])
+def test_predictions_use_what_the_loop_cost(level):
+    """Passes timed alone, faster than in the loop and wrong at one size, only lead to others."""
+    baseline, arm = Arm(), Arm()
+    plain = Decoded(ids=[0] * 5, rounds=rounds_of(0, 0, 0, 0, proposed=0))
+    baseline.add([[batch_of([plain], loop.Seconds(verify=0.400, sampling=0.008))]])
+    drafted = Decoded(ids=[0] * 5, rounds=rounds_of(1, 1, proposed=1))
+    arm.add([[batch_of([drafted], loop.Seconds(draft=0.02, verify=0.21, sampling=0.01))]])
+    # Measured: a token 102 ms; a round of one drafted token 10 + 105 + 5 ms.
+    verify = {1: 130.0 * level, 2: 105.0 * level, 3: 110.0 * level}
+    times = PassTimes(verify, {"x": {1: 20.0 * level, 2: 40.0 * level}})
+    first, second, *_ = predicted_curve(baseline, arm, [0.5], times, "x")
+    assert first["tau"] == 1.5
+    assert first["speedup"] == pytest.approx(1.5 * 102 / 120)
+    # Two tokens: draft 20, verify 110, loop 2 -> 5 -> 8 ms; c_2 is taken to be c_1.
+    assert second["tau"] == 1.75
+    assert second["speedup"] == pytest.approx(1.75 * 102 / (20 + 110 + 8))
 
 
 def test_p99_all_rounds_of_all_prompts_count():

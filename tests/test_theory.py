@@ -7,6 +7,7 @@ from eval.theory import (
     Costs,
     best_num_draft_tokens,
     best_point,
+    brought_to,
     expected_tokens,
     expected_tokens_from_conditional,
     extend_conditional,
@@ -143,3 +144,12 @@ def test_roofline_costs_of_sequential_and_block_drafters() -> None:
     block = roofline_costs(device, target, drafter, 1, 4, parallel=True)
     assert block.draft(4) == pytest.approx(1.0)
     assert roofline_costs(device, target, None, 1, 4).draft(4) == 0.0
+
+
+def test_times_by_size_are_brought_to_those_known() -> None:
+    times = {1: 10.0, 2: 20.0, 3: 30.0, 5: 50.0}
+    assert brought_to(times, {2: 10.0}) == {1: 5.0, 2: 10.0, 3: 15.0, 5: 25.0}
+    # Factors 2 at 1 and 1 at 3: 1.5 between, 1 beyond.
+    assert brought_to(times, {1: 20.0, 3: 30.0}) == {1: 20.0, 2: 30.0, 3: 30.0, 5: 50.0}
+    assert brought_to(times, {4: 80.0}) == {1: 20.0, 2: 40.0, 3: 60.0, 4: 80.0, 5: 100.0}
+    assert brought_to({1: 0.0, 2: 4.0}, {1: 3.0}) == {1: 3.0, 2: 4.0}
