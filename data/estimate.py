@@ -4,6 +4,7 @@ from data.embedded import config_of
 from data.files import read_json
 from data.hidden_states import bytes_per_token
 from data.pipeline import data_dir
+from data.served_states import layers_asked, serve_command
 from recipes.schema import Recipe
 
 
@@ -29,6 +30,15 @@ def estimate_data(recipe: Recipe) -> str:
             f"states on disk: {words} {tokens * one / 1e9:.2f} GB ({one:,} bytes a token, "
             f"{section.states_dtype})"
         )
+    if section.states_server is not None:
+        layers = layers_asked(aux, n)
+        command = serve_command(
+            recipe.target.model,
+            layers,
+            section.max_length,
+            section.states_server.folder,
+        )
+        lines.append(f"states come from a server, started by: {command}")
     if section.max_minutes is not None:
         lines.append(f"generation stops taking prompts after {section.max_minutes:g} minutes")
     return "\n".join(lines)

@@ -12,7 +12,7 @@ Everything lies in RUN/data and is made once; a second call finds it, a killed o
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,25 @@ from torch import Tensor
 
 from data import vocab as vocabulary
 from data.answers import answer_prompts
+from data.batch import num_places, plan_batches
 from data.conversations import MASK_RULE, check_mask_share
 from data.files import make_folder, read_json, require_disk, stable_hash, write_json
 from data.hidden_states import StateStore, bytes_per_token, capture_pass, manifest_of
 from data.progress import progress
 from data.prompts import PromptReport
-from data.row_file import RowFile, write_rows
+from data.row_file import RowFile, join, write_rows
 from data.row_splits import rows_of_responses, split_rows
+from data.served_states import fetch_states
 from data.source_rows import rows_of_source, set_template
 from data.target import Target
 from recipes.errors import UserError
 from recipes.schema import Recipe
+from recipes.train_section import TrainSection
 
 log = logging.getLogger("draftsmith")
 
 HELDOUT_PROMPTS = 1000  # of the held-out rows, at most: nothing decodes more
+VALIDATION_ROWS = 64  # held-out rows of the teacher-forced metrics; their states are cached too
 
 
 @dataclass
@@ -114,6 +118,7 @@ def prepare(recipe: Recipe, target: Target, rank: int = 0, world: int = 1) -> Pr
         "num_train_tokens": sums.num_tokens,
         "num_supervised_tokens": sums.num_supervised,
         "supervised_share": share,
+        "padding_share": padding_share(recipe.train, train.lengths),
         "num_truncated": sums.num_truncated + heldout_sums.num_truncated,
         "num_left_out": dict(dropped),
         "draft_vocab_size": vocab.size,
@@ -125,7 +130,7 @@ def prepare(recipe: Recipe, target: Target, rank: int = 0, world: int = 1) -> Pr
     write_json(folder / "report.json", numbers)
     log.info(
         "%d train rows, %d held out; %d of %d tokens supervised (%.1f%%); draft vocabulary %d "
-        "covers %.2f%% of them",
+        "covers %.2f%% of them; %.1f%% of the training batches is padding",
         len(train),
         len(heldout),
         sums.num_supervised,
@@ -133,6 +138,7 @@ def prepare(recipe: Recipe, target: Target, rank: int = 0, world: int = 1) -> Pr
         100 * share,
         vocab.size,
         100 * numbers["draft_vocab_coverage_train"],
+        100 * numbers["padding_share"],
     )
     firsts = (heldout.record(i) for i in range(min(len(heldout), HELDOUT_PROMPTS)))
     prompts = [record["ids"][: record["spans"][0][0]] for record in firsts]
@@ -164,9 +170,19 @@ def prepare_together(
     return prepared
 
 
+def padding_share(section: TrainSection, lengths: Sequence[int]) -> float:
+    """Share of padding in the micro-batches of the first epoch; 0 where rows are packed."""
+    plan = plan_batches(
+        lengths, section.batch_tokens, section.micro_batch_size, section.seed, 0, section.packing
+    )
+    return 1 - sum(lengths) / num_places(plan, lengths, section.packing)
+
+
 def _states_manifest(recipe: Recipe, target: Target, aux_layers: tuple[int, ...]) -> dict[str, Any]:
     section = recipe.data
     manifest = manifest_of(target, aux_layers, section.states_dtype)
+    if section.states_server is not None:
+        manifest["computed_in"] = f"server {section.states_server.model or ''}".rstrip()
     by_text = section.server is not None and section.server.api == "chat"
     if by_text or not section.regenerate:  # the same id stands for tokens that depend on these
         rendering = [
@@ -184,24 +200,42 @@ def _states_manifest(recipe: Recipe, target: Target, aux_layers: tuple[int, ...]
 def capture_states(
     recipe: Recipe, target: Target, prepared: Prepared, rank: int = 0, world: int = 1
 ) -> None:
-    """Store the states of training rows that lack them: this rank's share, in shards of its own.
+    """Store the states of rows that lack them: this rank's share, in shards of its own.
 
-    With several ranks call `prepared.store.refresh()` once all are done.
+    Those are the training rows and the held-out rows of the teacher-forced metrics. With several
+    ranks call `prepared.store.refresh()` once all are done.
+
+    Raises:
+        UserError: nothing can give them: the target is without its layers, and there is no server.
     """
-    store, rows = prepared.store, prepared.train
+    store, section = prepared.store, recipe.data
     if store is None:
         return
-    late = [i for i, row_id in enumerate(rows.ids) if row_id not in store][rank::world]
-    if not late:
+    late = join(
+        [
+            rows.only([i for i, row_id in enumerate(rows.ids) if row_id not in store])
+            for rows in (prepared.train, prepared.heldout[:VALIDATION_ROWS])
+        ]
+    )
+    part = late.only(range(rank, len(late), world))
+    if not part:
         return
-    aux_layers, section = store.aux_layers, recipe.data
-    part = rows.only(late)
+    server = section.states_server
+    if server is None and not target.whole:
+        raise UserError(
+            f"{store.folder}: states of {len(part)} rows are not there, and target.weights: ends "
+            "cannot make them; run data/prepare.py with target.weights=whole on a machine where "
+            "the target fits, or set data.states_server"
+        )
     tokens = sum(part.lengths)
-    size = tokens * bytes_per_token(len(aux_layers), target.hidden_size, section.states_dtype)
-    log.info("states of %d rows (%d tokens) need %.2f GB", len(late), tokens, size / 1e9)
+    size = tokens * bytes_per_token(len(store.aux_layers), target.hidden_size, section.states_dtype)
+    log.info("states of %d rows (%d tokens) need %.2f GB", len(part), tokens, size / 1e9)
     require_disk(data_dir(recipe), size * world, "target states")
-    with progress(len(late), "states") as advance:
-        capture_pass(target, part, part.lengths, aux_layers, store, advance)
+    with progress(len(part), "states") as advance:
+        if server is None:
+            capture_pass(target, part, part.lengths, store.aux_layers, store, advance)
+        else:
+            fetch_states(server, target, part, part.lengths, store.aux_layers, store, advance)
 
 
 def _vocab(recipe: Recipe, target: Target, counts_V: Tensor) -> vocabulary.DraftVocab:

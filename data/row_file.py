@@ -78,6 +78,16 @@ class RowFile(Sequence[Row]):
         return part
 
 
+def join(parts: Sequence[RowFile]) -> RowFile:
+    """The rows of several parts of one file, one part after the other."""
+    joined = RowFile(parts[0].path)
+    for part in parts:
+        joined.ids += part.ids
+        joined.lengths += part.lengths
+        joined.starts += part.starts
+    return joined
+
+
 def write_rows(
     path: Path, records: Iterable[dict[str, Any]], vocab_size: int
 ) -> dict[str, tuple[RowFile, RowTotals]]:

@@ -18,7 +18,7 @@ import httpx
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations import BadRow, Message, normalize
-from data.http_calls import async_client
+from data.http_calls import NoAnswerError, async_client, describe, first_model, post
 from data.prompt_rows import Prompt
 from data.regenerate import Request
 from data.talks import Talk, start
@@ -27,17 +27,10 @@ from recipes.errors import UserError
 
 log = logging.getLogger("draftsmith")
 
-RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 FATAL = {401, 403, 404, 405}
-FIRST_WAIT = 1.0  # seconds; doubled with each try
-LONGEST_WAIT = 60.0  # seconds between two tries
 RATE_SECONDS = 30.0
 NO_ANSWER = "no answer from the server"
 DOWN_AFTER = 20  # conversations that fail one after another, or as many as are in flight
-
-
-class NoAnswerError(Exception):
-    """A request that failed for good; the conversation is left for the next run."""
 
 
 @dataclass
@@ -66,8 +59,7 @@ class _Server:
         if self.model is not None or self.server.api == "generate":
             return
         try:
-            response = await self.client.get(f"{self.url}/v1/models")
-            self.model = str(response.raise_for_status().json()["data"][0]["id"])
+            self.model = await first_model(self.client, self.url)
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
             raise UserError(
                 f"data.server.url {self.server.url}: no list of models there ({error!r}); start "
@@ -83,26 +75,16 @@ class _Server:
             UserError: the server refuses everybody, or does not speak data.server.api.
         """
         path, body, read = self._protocol(talk, request)
-        for tried in range(self.server.retries + 1):
-            wait = min(FIRST_WAIT * 2**tried, LONGEST_WAIT)
-            try:
-                response = await self.client.post(self.url + path, json=body)
-            except httpx.HTTPError as error:
-                reason = repr(error)
-            else:
-                if response.is_success:
-                    return self._read(response, read)
-                reason = f"HTTP {response.status_code}: {response.text[:200]}"
-                if response.status_code in FATAL:
-                    raise UserError(f"data.server {self.url}{path} answers {reason}")
-                if response.status_code not in RETRIED:
-                    raise BadRow(f"refused by the server (HTTP {response.status_code})")
-                after = response.headers.get("retry-after", "")
-                wait = min(float(after), LONGEST_WAIT) if after.isdigit() else wait
-            if tried < self.server.retries:
-                self.num_retries += 1
-                await asyncio.sleep(wait)
-        raise NoAnswerError(reason)
+        url = self.url + path
+        response = await post(self.client, url, body, self.server.retries, self._tried_again)
+        if response.is_success:
+            return self._read(response, read)
+        if response.status_code in FATAL:
+            raise UserError(f"data.server {url} answers {describe(response)}")
+        raise BadRow(f"refused by the server (HTTP {response.status_code})")
+
+    def _tried_again(self) -> None:
+        self.num_retries += 1
 
     def _read(self, response: httpx.Response, read: Callable[[Any], _Reply]) -> _Reply:
         try:

@@ -55,6 +55,29 @@ class ServerSection(Section):
     )
 
 
+class StatesServerSection(Section):
+    """A running vLLM that gives the states to be cached (method extract_hidden_states)."""
+
+    url: str = Field(
+        pattern="^https?://", description="of the server, e.g. http://host:8000; no default"
+    )
+    model: str | None = Field(
+        default=None, description="name the server knows the target by; null = its first one"
+    )
+    folder: Path | None = Field(
+        default=None,
+        strict=False,
+        description="the server's shared_storage_path as this machine sees it; null = by the same "
+        "name",
+    )
+    concurrency: Count = Field(default=32, description="rows in flight; a server batches them")
+    timeout: Positive = Field(default=600.0, description="seconds a row may take")
+    retries: CountOrZero = Field(
+        default=5,
+        description="further tries after a failed request, 1, 2, 4, ... seconds apart (60 at most)",
+    )
+
+
 class DataSection(Section):
     """Prompts, the target's answers to them, and the rows made of both."""
 
@@ -119,6 +142,9 @@ class DataSection(Section):
         default="bfloat16",
         description="of cached states; the last two halve bfloat16's disk, with one scale for "
         "each layer of each token",
+    )
+    states_server: StatesServerSection | None = Field(
+        default=None, description="where cached states come from; null = the target, loaded here"
     )
     num_workers: CountOrZero = Field(
         default=0,
@@ -191,6 +217,11 @@ class DataSection(Section):
             )
         if self.states == "cached" and self.capture == "generate" and self.server is not None:
             raise ValueError("a data.server keeps no states of its answers: set capture: pass")
+        if self.states_server is not None and (self.states, self.capture) != ("cached", "pass"):
+            raise ValueError(
+                "data.states_server gives states of finished rows: set states: cached and "
+                "capture: pass"
+            )
         if self.server is not None and not self.regenerate:
             raise ValueError("data.server answers again, so it needs regenerate: true")
         return self

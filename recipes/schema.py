@@ -290,6 +290,29 @@ class Recipe(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_ends(self) -> Self:
+        """What a target without most of its layers cannot do."""
+        if self.target.weights == "whole":
+            return self
+        data = self.data
+        mends = {
+            "data.states: cached, filled by a data.states_server or by data/prepare.py on a "
+            "machine where the target fits": data.states == "cached",
+            "data.server, or data.regenerate: false": data.server or not data.regenerate,
+            "sources without magpie": "magpie" not in data.sources,
+            "train.validate_prompts: 0": not self.train.validate_prompts,
+            "drafter.init other than layers": not isinstance(self.drafter, LanguageModelSection)
+            or self.drafter.init != "layers",
+            "target.placement: replicated": self.target.placement == "replicated",
+        }
+        if missing := [mend for mend, there in mends.items() if not there]:
+            raise ValueError(
+                "target.weights: ends neither writes nor gives states; it needs "
+                + "; ".join(missing)
+            )
+        return self
+
     @property
     def run_dir(self) -> Path:
         """Folder that holds everything this run writes."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from data import served_answers
+from data import http_calls
 from data.embedded import byte_tokenizer
 from data.pipeline import prepare
 from data.served_answers import ask_server
@@ -35,7 +35,7 @@ def target() -> Target:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_answers, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(http_calls, "FIRST_WAIT", 0.01)
 
 
 def served(folder: Path, source: Path, url: str, *overrides: str) -> Recipe:

@@ -248,7 +248,8 @@ def test_two_ranks_capture_a_share_each(tmp_path: Path) -> None:
         for path in sorted(folder.glob("shards-*.jsonl"))
     ]
     assert len(lists) == 2 and abs(len(lists[0]) - len(lists[1])) <= 1
-    assert sorted(lists[0] + lists[1]) == sorted(ranks[0].train.ids)
+    kept = [*ranks[0].train.ids, *ranks[0].heldout.ids]
+    assert sorted(lists[0] + lists[1]) == sorted(kept)
 
 
 def test_training_on_8_bits_learns_as_much(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Ranks share the work and add up sums: numerators and counts, in fp64, divided on
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,19 +14,19 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from data.batch import Batch, make_batch
+from data.batch import Batch, Row, make_batch
 from data.hidden_states import summaries
-from data.pipeline import Prepared
+from data.pipeline import VALIDATION_ROWS, Prepared
 from data.target import Target
 from drafters.base import Sampling
 from eval.decode import DecodeSettings, decode
 from eval.rounds import Decoded
 from recipes.schema import Recipe
+from train.calibration import calibrate
 from train.distiller import Distiller
 from train.losses import STATS
 from train.samples import write_samples
 
-VALIDATION_ROWS = 64  # held-out rows of the teacher-forced metrics
 BATCH_ROWS = 8
 
 Numbers = dict[str, float | list[float] | str]
@@ -116,6 +117,14 @@ def _decoded_numbers(accelerator: Accelerator, answers: list[Decoded], num_draft
     return numbers
 
 
+def _heldout_rows(prepared: Prepared, target: Target) -> Sequence[Row]:
+    """Held-out rows of the teacher-forced metrics; with stored states where no others are."""
+    rows, store = prepared.heldout[:VALIDATION_ROWS], prepared.store
+    if target.whole or store is None:
+        return rows
+    return [replace(row, states=store.get(row.id)) for row in rows if row.id in store]
+
+
 @torch.no_grad()
 def validate(
     recipe: Recipe,
@@ -139,16 +148,20 @@ def validate(
     numbers: Numbers = {}
     distiller.eval()
     try:
-        rows = prepared.heldout[:VALIDATION_ROWS]
+        # Rows of similar length share a batch, so that little of it is padding.
+        rows = sorted(_heldout_rows(prepared, target), key=lambda row: len(row.ids_S))
         if rows:
             empty = torch.zeros(recipe.loss.num_steps, dtype=torch.float64, device=target.device)
             sums = {name: empty.clone() for name in STATS}
+            layers = distiller.drafter.aux_layers
+            batches = [
+                make_batch(rows, range(i, min(i + BATCH_ROWS, len(rows))), target.pad_id)
+                for i in range(0, len(rows), BATCH_ROWS)
+            ]
+            calibrate(distiller, (with_states(target, batch, layers) for batch in batches))
             with target.uneven():
-                for i in range(rank * BATCH_ROWS, len(rows), world * BATCH_ROWS):
-                    chosen = range(i, min(i + BATCH_ROWS, len(rows)))
-                    batch = make_batch(rows, chosen, target.pad_id)
-                    batch = with_states(target, batch, distiller.drafter.aux_layers)
-                    for name, value in distiller(batch)[1].items():
+                for batch in batches[rank::world]:
+                    for name, value in distiller(with_states(target, batch, layers))[1].items():
                         sums[name] += value
             means = means_of(total_sums(accelerator, sums))
             numbers |= {f"valid/{name}": value for name, value in means.items()}
