@@ -65,6 +65,8 @@ def teacher_forced(
     """
     total = Forced()
     usable = [(prompt, answer) for prompt, answer in answers if len(answer) > 1]
+    # A batch runs as long as its longest answer, so similar ones share one.
+    usable.sort(key=lambda pair: (len(pair[1]), len(pair[0])))
     for start in range(0, len(usable), BATCH):
         found = _forced_batch(target, drafter, usable[start : start + BATCH], sampling, seed)
         total = Forced(
