@@ -7,6 +7,7 @@ Examples:
     python data/prepare.py recipes/smollm2.yaml --report
     python data/prepare.py recipes/smollm2.yaml --estimate
     python data/prepare.py recipes/smollm2.yaml --verify
+    torchrun --nproc_per_node 8 data/prepare.py recipes/qwen3.yaml target.placement=sharded
 
 --show and --report need the tokenizer alone where the rows are there already or the answers are the
 source's own (data.regenerate: false); nothing is prepared then.
@@ -14,7 +15,11 @@ source's own (data.regenerate: false); nothing is prepared then.
 
 import argparse
 import sys
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,9 +28,11 @@ from rich.console import Console
 from data.data_report import write_report
 from data.hidden_states import stored_states
 from data.look import Look, look_at
-from data.pipeline import data_dir, prepare
+from data.pipeline import data_dir, prepare, prepare_together
 from data.progress import log_to_stderr
-from data.target import Target
+from data.row_summary import summarize
+from data.target import Target, resolve_device
+from data.target_parts import join_processes, wait_for_all
 from data.viewer import row_text, row_title
 from recipes.errors import UserError
 from recipes.schema import Recipe, load_recipe
@@ -33,28 +40,30 @@ from recipes.schema import Recipe, load_recipe
 
 def view(recipe: Recipe, num_rows: int, report: bool) -> None:
     """Print rows and write the page; prepares first where the answers are still to be written."""
-    look = look_at(recipe)
+    look = look_at(recipe, report)
     if look is None:
         prepare(recipe, Target.load(recipe.target))
-        look = look_at(recipe)
+        look = look_at(recipe, report)
     if look is None:
         raise UserError(f"{data_dir(recipe)}: no rows; run it without --show and --report")
-    show(look, num_rows)
-    if report:
-        path = data_dir(recipe) / "report.html"
-        title = f"{recipe.name}: rows for {recipe.target.model}"
-        write_report(
-            path, title, look.rows, look.read, look.tokenizer, look.vocab_size, look.eos_ids
-        )
-        print(f"report: {path}")
+    rows = shown(look, num_rows)
+    if not report:
+        deque(rows, maxlen=0)
+        return
+    summary = summarize(chain(rows, look.rows), look.vocab_size)
+    path = data_dir(recipe) / "report.html"
+    title = f"{recipe.name}: rows for {recipe.target.model}"
+    write_report(path, title, summary, look.read(), look.tokenizer, look.eos_ids)
+    print(f"report: {path}")
 
 
-def show(look: Look, num_rows: int) -> None:
-    """Print the first rows."""
+def shown(look: Look, num_rows: int) -> Iterator[dict[str, Any]]:
+    """The first rows, each printed as it passes; no row behind them is read."""
     console = Console(highlight=False)
-    for row in look.rows[:num_rows]:
+    for row in islice(look.rows, num_rows):
         console.rule(row_title(row))
         console.print(row_text(look.tokenizer, row), soft_wrap=True)
+        yield row
 
 
 def main() -> int:
@@ -77,7 +86,11 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     try:
         recipe = load_recipe(args.recipe, args.overrides)
-        log_to_stderr()
+        device = resolve_device(recipe.target.device)
+        rank, world = join_processes(device)
+        log_to_stderr(rank == 0)
+        if world > 1 and (args.estimate or args.verify or args.show > 0 or args.report):
+            raise UserError("--show, --report, --estimate, --verify: start one process for these")
         if args.estimate:
             from data.estimate import estimate_data
 
@@ -90,8 +103,9 @@ def main() -> int:
         if args.show > 0 or args.report:
             view(recipe, args.show, args.report)
             return 0
-        prepare(recipe, Target.load(recipe.target))
-        print(f"data: {data_dir(recipe)}")
+        prepare_together(recipe, Target.load(recipe.target), rank, world, wait_for_all)
+        if rank == 0:
+            print(f"data: {data_dir(recipe)}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

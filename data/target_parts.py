@@ -6,9 +6,11 @@ embeddings, final norm and head. Every process runs rows of its own, and a pass 
 them: they call it equally often, or within `Parts.uneven`.
 """
 
+import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -61,6 +63,28 @@ class Parts:
         count = torch.tensor(int(working), device=self.mesh.device_type)
         distributed.all_reduce(count, group=self.mesh.get_group())
         return int(count) > 0
+
+
+def join_processes(device: torch.device) -> tuple[int, int]:
+    """Join the processes of a launcher, if there is one; returns (rank, how many).
+
+    For scripts that train nothing. They wait for each other as long as it takes.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return 0, 1
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    distributed.init_process_group(backend, timeout=timedelta(days=7))
+    atexit.register(distributed.destroy_process_group)
+    return distributed.get_rank(), world
+
+
+def wait_for_all() -> None:
+    """Return when every process has called it."""
+    if distributed.is_initialized():
+        distributed.barrier()
 
 
 def join_parts(device: torch.device) -> Parts | None:
