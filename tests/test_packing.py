@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from data.attention import attend
 from data.batch import Batch, Row, collate, num_places, plan_batches
 from data.documents import Documents, flex, sees
 from data.target import Target
@@ -17,6 +18,7 @@ from drafters.methods import METHODS
 from drafters.rollout_attention import merged, rollout_attention
 from recipes.schema import LossSection, TargetSection
 from tests.test_drafter_family import DEPTHS, make, training_logits
+from tests.tiny_targets import KINDS, tiny_target
 from train.distiller import Distiller, count_slots
 from train.validate import with_states
 
@@ -136,7 +138,9 @@ def test_p46_no_shift_crosses_a_document() -> None:
         Row(id="a", ids_S=torch.tensor([1, 2, 3, 4]), mask_S=everything),
         Row(id="b", ids_S=torch.tensor([5, 6, 7]), mask_S=everything[:3]),
     ]
-    anchor_N, depth_N = supervised_slots(collate(rows, packing=True), 3)
+    batch = collate(rows, packing=True)
+    assert batch.position_1S.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    anchor_N, depth_N = supervised_slots(batch, 3)
     found = list(zip(anchor_N.tolist(), depth_N.tolist(), strict=True))
     # a: tokens 1, 2, 3 are supervised; b stands at 4, 5, 6, of which 5 and 6 are.
     assert found == [(1, 0), (2, 0), (5, 0), (1, 1)]
@@ -167,8 +171,6 @@ def heads(S: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     "how", [{}, {"sliding_window": 5}, {"softcap": 2.0, "scaling": 0.5}], ids=str
 )
 def test_p47_every_way_of_packed_attention_gives_the_same(how: dict[str, Any]) -> None:
-    from data.attention import attend
-
     documents = Documents([7, 1, 20, 12])
     query, key, value = heads(40)
     by_document = attend(None, query, key, value, None, documents=documents, **how)[0]
@@ -247,3 +249,20 @@ def test_packed_plan_holds_every_row_once_within_the_budget(batch_tokens: int) -
 
 def test_places_of_padded_batches_count_the_padding() -> None:
     assert num_places([[0, 1], [2], []], [3, 5, 2], packing=False) == 2 * 5 + 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_p45_packed_target_gives_every_document_the_states_that_it_has_alone(kind: str) -> None:
+    """Windows (5) and softcaps too: positions and windows begin anew with each document."""
+    model = tiny_target(kind)
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 250, (1, n), generator=generator) for n in (9, 1, 14, 7)]
+    documents = Documents([9, 1, 14, 7])
+    packed = model.forward(torch.cat(ids, 1), aux_layers=(1, 2), documents=documents)
+    wanted = [model.forward(x, aux_layers=(1, 2)) for x in ids]
+    for found, whole in (
+        (packed.hidden_BSH, torch.cat([states.hidden_BSH for states in wanted], 1)),
+        (packed.aux_BSF, torch.cat([states.aux_BSF for states in wanted], 1)),
+    ):
+        most = 1e-5 * whole.abs().max().item()
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=most)
