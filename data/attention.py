@@ -31,6 +31,20 @@ class Keys(Protocol):
         """True where new token s of row b may look at place t."""
 
 
+class Chains(Keys, Protocol):
+    """Masks behind the S tokens of a row, each a part of a draft: what a training pass may add.
+
+    longest: no row looks further back than this many positions.
+    """
+
+    longest: int
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, /
+    ) -> Tensor:
+        """What `mask_BST` says, [B, N*G, S, D], without that mask."""
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -43,6 +57,7 @@ def attend(
     s_aux: Tensor | None = None,
     kv_cache: Keys | None = None,
     documents: Documents | None = None,
+    chains: Chains | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention of a transformers model, causal, over its own tokens or over a `KVCache`.
@@ -52,6 +67,7 @@ def attend(
         _attention_mask: ignored: rows are padded on the right, so causality is all there is.
         kv_cache: the keys to append to and to read; None attends within the S tokens.
         documents: what a packed row holds, of which each attends to itself; without a kv_cache.
+        chains: in place of a kv_cache. Only windows and caps need its mask.
 
     Returns:
         [B, S, N*G, D] and None, as transformers expects.
@@ -61,6 +77,11 @@ def attend(
     if documents is not None:
         assert kv_cache is None, "rows are packed in training alone"
         return _packed(query, key, value, documents, scaling, sliding_window, softcap), None
+    if chains is not None:
+        window = sliding_window is not None and sliding_window < chains.longest
+        if softcap is None and not window:
+            return chains.attention(query, key, value, scaling).transpose(1, 2), None
+        kv_cache = chains
     if kv_cache is None:
         out = _own_tokens(query, key, value, scaling, sliding_window, softcap)
     else:

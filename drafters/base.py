@@ -10,6 +10,7 @@ exporter names. A drafter without weights only decodes.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -163,6 +164,10 @@ class Slots:
     depth_N: Tensor
 
 
+Head = Tensor | tuple[Tensor, ...]
+"""The weight [D, W] of a head, or parts of it that stand side by side and are never joined."""
+
+
 class TrainedDrafter(nn.Module, DecodingDrafter):
     """A drafter with weights of its own.
 
@@ -194,7 +199,7 @@ class TrainedDrafter(nn.Module, DecodingDrafter):
         """
 
     @abstractmethod
-    def head_weights(self) -> list[Tensor]:
+    def head_weights(self) -> Sequence[Head]:
         """The head [D, W]; one for all depths, or one for each."""
 
     def extra_loss(self, batch: Batch, slots: Slots, alpha_N: Tensor) -> Tensor | None:

@@ -13,6 +13,7 @@ layer's own key and value projections), and over the block itself. Slot j drafts
 depth is j - 1, and the anchor's own slot drafts nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from data.batch import Batch
 from data.cache import KVCache, TreeNodes
 from data.target import Target
 from drafters.anchors import anchors_of, choose_anchors, supervised_slots
-from drafters.base import Proposal, Sampling, Slots, TrainedDrafter
+from drafters.base import Head, Proposal, Sampling, Slots, TrainedDrafter
 from drafters.blocks import Blocks, block_attention, block_ids, block_positions, pack_blocks
 from drafters.drafting import Draft
 from drafters.layers import MLP, Attend, Attention, Linear, RMSNorm, rotary_table
@@ -156,7 +157,7 @@ class DFlash(TrainedDrafter):
         """The head over the draft vocabulary."""
         return self._target_head[0] if self.lm_head is None else self.lm_head.weight
 
-    def head_weights(self) -> list[Tensor]:
+    def head_weights(self) -> Sequence[Head]:
         return [self.head_DH]
 
     def logits(self, x_H: Tensor) -> Tensor:

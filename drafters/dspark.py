@@ -15,6 +15,7 @@ slot's token is drawn. Stopping where the product of the predictions falls below
 therefore exact: whether a token is proposed does not depend on which one it would be.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 from data.attention import thin_linear
 from data.batch import Batch
 from drafters.anchors import anchors_of, supervised_slots
-from drafters.base import Proposal, Sampling, Slots
+from drafters.base import Head, Proposal, Sampling, Slots
 from drafters.blocks import pack_blocks
 from drafters.dflash import DFlash, DFlashConfig, DFlashState
 from drafters.drafting import Draft
@@ -41,6 +42,8 @@ class DSparkConfig(DFlashConfig):
     sample_from_anchor: the anchor's slot drafts too, so a block drafts block_size tokens; else
         block_size - 1, as DFlash.
     confidence_threshold: decoding stops a draft where its predicted survival is below; 0 = never.
+    confidence_temperatures: one a drafted token, which the logits of the prediction are divided by
+        (see train.calibration); None = 1 each. Decoding only.
     """
 
     block_size: int = 7
@@ -50,6 +53,7 @@ class DSparkConfig(DFlashConfig):
     confidence_head_with_markov: bool = True
     sample_from_anchor: bool = True
     confidence_threshold: float = 0.0
+    confidence_temperatures: tuple[float, ...] | None = None
 
     @property
     def first_slot(self) -> int:
@@ -121,10 +125,9 @@ class DSpark(DFlash):
         self.markov_head = MarkovHead(config)
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
 
-    def head_weights(self) -> list[Tensor]:
-        """Head and W2 side by side: logits = head h + W2 f."""
-        w2_DR = self.markov_head.markov_w2.weight
-        return [torch.cat([self.head_DH.to(w2_DR.dtype), w2_DR], 1)]
+    def head_weights(self) -> Sequence[Head]:
+        """Head and W2 side by side, not joined: logits = head h + W2 f."""
+        return [(self.head_DH, self.markov_head.markov_w2.weight)]
 
     # Training.
 
@@ -193,6 +196,8 @@ class DSpark(DFlash):
             embeds_BR = markov.markov_w1(token_B)
             if self.confidence_head is not None and config.confidence_threshold > 0:
                 confidence_B = self.confidence_head(hidden_BKH[:, k], embeds_BR)
+                if config.confidence_temperatures is not None:
+                    confidence_B = confidence_B / config.confidence_temperatures[k]
                 survival_B = survival_B * confidence_B.float().sigmoid()
                 going_B = survival_B >= config.confidence_threshold
                 if not bool(going_B.any()):

@@ -1,10 +1,12 @@
 """config.json of an exported DSpark: DFlash's, with the keys of its two heads.
 
 The plain form keeps mask token and target layers at the top, as the published checkpoints do. The
-threshold is ours: vLLM decides lengths by costs of its own (enable_adaptive_verification). vLLM
-serves the vanilla head; the tensors of the others have names of our own, which it refuses.
+threshold and the temperatures of the confidence head are ours: vLLM decides lengths by costs of its
+own (enable_adaptive_verification). vLLM serves the vanilla head; the tensors of the others have
+names of our own, which it refuses.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,8 @@ def draft_keys(drafter: DSpark, form: Form) -> dict[str, Any]:
     shape = drafter.config.to_dict()
     keys = dflash_form.draft_keys(drafter, form)
     keys |= {key: shape[ours] for ours, key in HEAD_KEYS.items()}
+    if drafter.config.confidence_temperatures is not None:  # else not calibrated
+        keys["confidence_temperatures"] = list(drafter.config.confidence_temperatures)
     if form == "vllm":
         keys |= keys.pop("dflash_config")
         keys |= {
@@ -84,6 +88,7 @@ def read_config(config: dict[str, Any], where: Path) -> tuple[TrainedDrafter, to
     if missing:
         raise UserError(f"{where}: missing keys: {', '.join(missing)}")
     fields |= {ours: config[key] for ours, key in HEAD_KEYS.items()}
+    fields["confidence_temperatures"] = config.get("confidence_temperatures")
     shape = read_shape(DSparkConfig, fields, shape_faults, where)
     drafter = build_on_meta(DSpark, shape, where)
     assert isinstance(drafter, DSpark)
@@ -97,6 +102,13 @@ def shape_faults(shape: DSparkConfig) -> list[str]:
     faults = dflash_form.shape_faults(shape)
     if not 0 <= shape.confidence_threshold <= 1:
         faults.append(f"confidence_threshold {shape.confidence_threshold} is not within 0 and 1")
+    temperatures = shape.confidence_temperatures
+    if temperatures is not None and (
+        len(temperatures) != shape.max_draft or not all(0 < t < math.inf for t in temperatures)
+    ):
+        faults.append(
+            f"confidence_temperatures {list(temperatures)}: needs {shape.max_draft} numbers above 0"
+        )
     if shape.confidence_threshold > 0 and not shape.confidence_head:
         faults.append("confidence_threshold needs a confidence head")
     return faults
@@ -113,4 +125,5 @@ FORM = ExportForm(
     faults=shape_faults,
     target_faults=dflash_form.target_faults,
     num_tokens=dflash_form.block_tokens,
+    engine_note="vLLM serves DSpark with its model runner V2 only, which needs a GPU with Triton",
 )

@@ -35,6 +35,7 @@ from drafters.anchors import (
 )
 from drafters.base import Proposal, Sampling, Slots, TrainedDrafter
 from drafters.drafting import Draft
+from drafters.rollout_attention import rollout_attention
 from recipes.errors import UserError
 
 
@@ -217,20 +218,39 @@ class SmallLM(TrainedDrafter):
 
 
 class ChainKeys:
-    """Attention of one row's S tokens and the N masks of its drafts, without a cache.
+    """Attention of one row's S tokens and the N masks of its drafts (data.attention.Chains).
 
     A token sees those up to itself; a mask the tokens up to its anchor and, of its own draft, the
-    masks up to itself. It stands where KVCache does in data.attention.
+    masks up to itself. Put at the row of its anchor, a mask of depth d sees what that row sees at
+    step d of EAGLE-3's rollout: so the same kernel serves, and memory stays linear.
     """
 
-    def __init__(self, num_tokens: int, anchor_N: Tensor, depth_N: Tensor) -> None:
-        places_S = torch.arange(num_tokens, device=anchor_N.device)
-        self.positions_T = torch.cat([places_S, anchor_N + depth_N])
-        own_NN = anchor_N[:, None] == anchor_N
-        own_NN = own_NN & (depth_N <= depth_N[:, None])
-        text_NS = places_S <= anchor_N[:, None]
-        tokens_ST = F.pad(places_S <= places_S[:, None], (0, len(anchor_N)))
-        self._mask_TT = torch.cat([tokens_ST, torch.cat([text_NS, own_NN], 1)])
+    def __init__(self, num_tokens: int, anchors: list[Tensor]) -> None:
+        """anchors[d - 1] are the anchors of depth d; each set lies within the one before."""
+        self.num_tokens, self.anchors = num_tokens, anchors
+        self.anchor_N = torch.cat(anchors)
+        depths = [torch.full_like(part, d) for d, part in enumerate(anchors, 1)]
+        self.depth_N = torch.cat(depths)
+        places_S = torch.arange(num_tokens, device=self.anchor_N.device)
+        self.positions_T = torch.cat([places_S, self.anchor_N + self.depth_N])
+        self.longest = num_tokens + len(anchors)
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """[1, heads, S + N, D]; see data.attention.Chains."""
+        S, D = self.num_tokens, query.shape[-1]
+        if scaling is not None and scaling != D**-0.5:  # the kernel has one of its own
+            query = query * (scaling * D**0.5)
+        sizes = [S, *(len(part) for part in self.anchors)]
+        asked, own_keys, own_values = (x.split(sizes, 2) for x in (query, key, value))
+        keys, values = [own_keys[0]], [own_values[0]]
+        out = [rollout_attention(asked[0], keys, values)]
+        for d, at_A in enumerate(self.anchors, 1):
+            if not len(at_A):
+                break
+            keys.append(at_rows(own_keys[d], at_A, S))
+            values.append(at_rows(own_values[d], at_A, S))
+            out.append(rollout_attention(at_rows(asked[d], at_A, S), keys, values)[:, :, at_A])
+        return torch.cat(out, 2)
 
     def append(self, _layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Nothing was there before."""
@@ -238,10 +258,22 @@ class ChainKeys:
 
     def mask_BST(self, sliding_window: int | None = None) -> Tensor:
         """True where a row may look; a window counts positions."""
+        anchor_N, depth_N = self.anchor_N, self.depth_N
+        places_S = torch.arange(self.num_tokens, device=anchor_N.device)
+        own_NN = anchor_N[:, None] == anchor_N
+        own_NN = own_NN & (depth_N <= depth_N[:, None])
+        text_NS = places_S <= anchor_N[:, None]
+        tokens_ST = F.pad(places_S <= places_S[:, None], (0, len(anchor_N)))
+        mask_TT = torch.cat([tokens_ST, torch.cat([text_NS, own_NN], 1)])
         if sliding_window is None:
-            return self._mask_TT[None]
+            return mask_TT[None]
         oldest_T1 = self.positions_T[:, None] - sliding_window
-        return (self._mask_TT & (self.positions_T > oldest_T1))[None]
+        return (mask_TT & (self.positions_T > oldest_T1))[None]
+
+
+def at_rows(x: Tensor, at_A: Tensor, num_rows: int) -> Tensor:
+    """[1, heads, A, D] -> [1, heads, num_rows, D], each at its row; zeros elsewhere."""
+    return x.new_zeros(*x.shape[:2], num_rows, x.shape[3]).index_copy(2, at_A, x)
 
 
 class Pard(SmallLM):
@@ -268,16 +300,13 @@ class Pard(SmallLM):
             sets = drop_by_depth(
                 row_A, allowed, generator, config.keep_ratio, config.min_keep_ratio
             )
-            anchor_N = torch.cat(sets) - start
-            depth_N = torch.cat([torch.full_like(part, d) for d, part in enumerate(sets, 1)])
-            keys = ChainKeys(S, anchor_N, depth_N)
-            ids_T = torch.cat([ids_S, self._masks(len(anchor_N))])
-            states_TW = self.states(
-                ids_T[None], position_ids=keys.positions_T[None], kv_cache=keys
-            )[0]
+            keys = ChainKeys(S, [part - start for part in sets])
+            ids_T = torch.cat([ids_S, self._masks(len(keys.anchor_N))])
+            positions_1T = keys.positions_T[None]
+            states_TW = self.states(ids_T[None], position_ids=positions_1T, chains=keys)[0]
             heads += [states_TW[row_A - start], states_TW[S:]]
-            anchors += [row_A, anchor_N + start]
-            depths += [torch.zeros_like(row_A), depth_N]
+            anchors += [row_A, keys.anchor_N + start]
+            depths += [torch.zeros_like(row_A), keys.depth_N]
             start += S
         return Slots(torch.cat(heads), torch.cat(anchors), torch.cat(depths))
 

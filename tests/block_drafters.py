@@ -130,7 +130,9 @@ def decoded_logits(drafter: Any, batch: Batch, b: int, s: int, monkeypatch: Any)
 def trained_logits(drafter: Any, batch: Batch) -> dict[tuple[int, int], Tensor]:
     """(flat anchor, depth) -> logits [D] as the loss sees them."""
     slots = drafter.slots(batch, drafter.config.max_draft)
-    logits_ND = slots.head_NW @ drafter.head_weights()[0].T
+    head = drafter.head_weights()[0]
+    weight_DW = torch.cat(head, 1) if isinstance(head, tuple) else head
+    logits_ND = slots.head_NW @ weight_DW.T
     places = zip(slots.anchor_N.tolist(), slots.depth_N.tolist(), strict=True)
     return dict(zip(places, logits_ND.detach(), strict=True))
 

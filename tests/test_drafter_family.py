@@ -97,7 +97,10 @@ def training_logits(drafter: TrainedDrafter, batch: Batch) -> dict[tuple[int, in
     """Logits [D] of every slot, by (anchor, depth)."""
     with torch.no_grad():
         slots = drafter.slots(batch, DEPTHS)
-        heads = drafter.head_weights()
+        heads = [
+            torch.cat(head, 1) if isinstance(head, tuple) else head
+            for head in drafter.head_weights()
+        ]
     keys = list(zip(slots.anchor_N.tolist(), slots.depth_N.tolist(), strict=True))
     return {
         (anchor, depth): slots.head_NW[i] @ heads[depth if len(heads) > 1 else 0].T

@@ -27,6 +27,7 @@ from tests.block_drafters import (
 )
 from tests.decoding import PROMPTS, greedy_answers, small_target
 from tests.tiny_exports import ORIGIN, config_of, edit_config, edit_tensors
+from train.calibration import calibrate, calibration_error, fit_temperatures
 from train.distiller import Distiller
 from train.loop import with_states
 
@@ -134,7 +135,7 @@ def test_the_loss_of_a_step_holds_the_confidence_term():
     batch = with_states(target, batch, drafter.aux_layers)
     total = distiller(batch)[0]
     slots = drafter.slots(batch, 4)
-    q_NV = (slots.head_NW @ drafter.head_weights()[0].T).softmax(-1)
+    q_NV = (slots.head_NW @ torch.cat(drafter.head_weights()[0], 1).T).softmax(-1)
     p_SV = target.logits(batch.hidden_BSH.flatten(0, 1)).softmax(-1)
     alpha_N = torch.minimum(p_SV[slots.anchor_N + slots.depth_N], q_NV).sum(-1).detach()
     extra = drafter.extra_loss(batch, slots, alpha_N)
@@ -157,6 +158,68 @@ def test_a_draft_stops_where_its_predicted_survival_falls_below():
         drafter.confidence_head.proj.bias.fill_(-3.0)
     nothing = drafter.propose(state, 4, Sampling(), None)
     assert nothing.num_proposed_B.tolist() == [0] and nothing.tokens_BK.shape == (1, 0)
+
+
+def test_logits_of_the_prediction_are_divided_by_the_temperature_of_their_depth():
+    # The head says 0.6 everywhere (logit 0.405). At temperatures 0.5 and 2: 0.692, then 0.55 more.
+    drafter = make(
+        "dspark",
+        confidence_threshold=0.375,
+        confidence_head_with_markov=False,
+        confidence_temperatures=(0.5, 2.0, 1.0, 1.0),
+    )
+    with torch.no_grad():
+        drafter.confidence_head.proj.weight.zero_()
+        drafter.confidence_head.proj.bias.fill_(math.log(0.6 / 0.4))
+    state = drafter.start([[1, 2]], 16)
+    drafter.observe(state, torch.tensor([[2, 3]]), torch.randn(1, 2, 64), torch.tensor([2]))
+    # 0.692, 0.381, 0.229: two tokens; without temperatures 0.6, 0.36: one.
+    assert drafter.propose(state, 4, Sampling(), None).num_proposed_B.tolist() == [2]
+    drafter.config = replace(drafter.config, confidence_temperatures=None)
+    assert drafter.propose(state, 4, Sampling(), None).num_proposed_B.tolist() == [1]
+
+
+def test_temperatures_undo_a_head_that_is_too_sure():
+    # The truth is known: acceptances c; the head says logit(c) * its depth's error.
+    generator = torch.Generator().manual_seed(0)
+    true_AG = 0.3 + 0.65 * torch.rand(4000, 3, generator=generator, dtype=torch.float64)
+    errors_G = torch.tensor([2.0, 0.5, 4.0], dtype=torch.float64)
+    logits_AG, known_AG = true_AG.logit() * errors_G, torch.ones(4000, 3, dtype=torch.bool)
+    found = fit_temperatures(logits_AG, true_AG, known_AG)
+    assert found == pytest.approx([2.0, 0.5, 4.0], rel=0.15)
+    survival_A = true_AG.prod(1)
+    before = calibration_error(logits_AG.sigmoid().prod(1), survival_A)
+    after = calibration_error((logits_AG / torch.tensor(found)).sigmoid().prod(1), survival_A)
+    assert before > 0.05 and after < 0.01
+    known_AG[49:, 2] = False  # too few drafts that deep
+    assert fit_temperatures(logits_AG, true_AG, known_AG)[2] == 1.0
+    right = fit_temperatures(true_AG.logit(), true_AG, known_AG)
+    assert right == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_calibration_error_is_the_gap_of_each_bin():
+    predicted, true = torch.tensor([0.01, 0.05, 0.91, 0.99]), torch.tensor([0.03, 0.09, 0.5, 1.0])
+    # Bins of 1/15: (0.01, 0.05), (0.91), (0.99); gaps 0.06, 0.41, 0.01 over four drafts.
+    assert calibration_error(predicted, true) == pytest.approx(0.48 / 4)
+
+
+def test_calibration_reads_held_out_rows_and_changes_no_weight():
+    target = small_target()
+    drafter = for_target("dspark", target)
+    with torch.no_grad():
+        drafter.confidence_head.proj.weight *= 20  # far too sure
+    distiller = Distiller(drafter, LossSection(num_steps=4, renormalize=False), full_vocab(12))
+    distiller.use_target(target)
+    rows = replace(make_batch(drafter), aux_BSF=None, ids_BS=make_batch(drafter).ids_BS % 12)
+    batch = with_states(target, rows, drafter.aux_layers)
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    calibrate(distiller, [batch] * 12)
+    temperatures = drafter.config.confidence_temperatures
+    assert len(temperatures) == 4 and temperatures[0] > 2
+    assert all(torch.equal(before[name], value) for name, value in drafter.state_dict().items())
+    without = for_target("dspark", target, confidence_head=False)
+    calibrate(Distiller(without, LossSection(num_steps=4), full_vocab(12)), [batch])
+    assert without.config.confidence_temperatures is None
 
 
 def length_law(drafter: Any, num_rows: int = 400) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,7 +283,13 @@ def test_greedy_text_of_drafts_that_stop_early_is_the_targets():
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_export_loads_again_equal(form, kind, tmp_path):
-    drafter = make("dspark", markov_head_type=kind, confidence_threshold=0.25)
+    temperatures = (0.5, 2.0, 1.0, 4.0)
+    drafter = make(
+        "dspark",
+        markov_head_type=kind,
+        confidence_threshold=0.25,
+        confidence_temperatures=temperatures,
+    )
     save(drafter, tmp_path / "e", form, torch.float32, TARGET, ORIGIN)
     back = load(tmp_path / "e", TARGET)
     assert back.config == drafter.config
@@ -253,6 +322,8 @@ def test_keys_that_engines_read(tmp_path):
         ("vllm", lambda c: c.update(markov_head_type="mlp"), "markov_head_type"),
         ("vllm", lambda c: c.update(dspark_bonus_anchor=True), "dspark_bonus_anchor is True"),
         ("vllm", lambda c: c.update(confidence_threshold=2.0), "not within 0 and 1"),
+        ("vllm", lambda c: c.update(confidence_temperatures=[1.0]), "needs 4 numbers above 0"),
+        ("vllm", lambda c: c.update(confidence_temperatures=[1.0, 1, 1, 0]), "needs 4 numbers"),
         ("vllm", lambda c: c.pop("mask_token_id"), "missing keys: mask_token_id"),
         ("speculators", lambda c: c.pop("sample_from_anchor"), "missing keys: sample_from_anchor"),
     ],

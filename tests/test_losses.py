@@ -8,7 +8,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from train.losses import LOSSES, LossOptions, ce, kl, linear_loss, lk_hybrid, renormalize, tv
+from train.losses import (
+    LOSSES,
+    LossOptions,
+    ce,
+    head_pass,
+    kl,
+    linear_loss,
+    lk_hybrid,
+    renormalize,
+    tv,
+)
 
 OPTIONS = LossOptions()
 CHUNK = 7
@@ -98,6 +108,32 @@ def test_no_gradient_through_lambda():
     lam_N1 = torch.exp(-3 * torch.minimum(p_ND, logits_ND.softmax(1)).sum(1, keepdim=True))
     expected = lam_N1 * grad(kl) + (1 - lam_N1) * grad(tv)
     torch.testing.assert_close(grad(lk_hybrid), expected)
+
+
+@pytest.mark.parametrize("name", ["kl", "l1"])
+def test_parts_of_a_head_are_the_head(name):
+    # A frozen part beside a trained one, as DSpark's: the same numbers, and no gradient for it.
+    hidden_NH, weight_DH, p_ND, labels_N = case = make_case()
+    loss, d_hidden, d_weight, stats = chunked(name, case)
+    inputs = hidden_NH.clone().requires_grad_()
+    frozen, trained = weight_DH[:, :2].clone(), weight_DH[:, 2:].clone().requires_grad_()
+
+    def teacher(rows):
+        return p_ND[rows], labels_N[rows]
+
+    parted, parted_stats, _ = linear_loss(
+        inputs, (frozen, trained), teacher, LOSSES[name], OPTIONS, CHUNK
+    )
+    parted.backward()
+    torch.testing.assert_close(parted.detach(), loss)
+    torch.testing.assert_close(inputs.grad, d_hidden)
+    torch.testing.assert_close(trained.grad, d_weight[:, 2:])
+    assert frozen.grad is None
+    assert parted_stats["alpha_sum"].item() == pytest.approx(stats["alpha_sum"].item())
+    alpha_N, q_N = head_pass(hidden_NH, (frozen, trained.detach()), teacher, CHUNK)
+    whole = head_pass(hidden_NH, weight_DH, teacher, CHUNK)
+    torch.testing.assert_close(alpha_N, whole[0])
+    torch.testing.assert_close(q_N, whole[1])
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from data.attention import masked_attention
 from data.batch import Batch, Row, collate
 from data.json_lines import read_lines
 from data.pipeline import prepare
@@ -215,7 +217,7 @@ def test_no_committed_token_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_mask_sees_the_text_up_to_its_anchor_and_its_own_draft() -> None:
     # Five tokens; drafts behind anchors 1 (two masks) and 3 (one mask), depth after depth.
-    keys = ChainKeys(5, torch.tensor([1, 3, 1]), torch.tensor([1, 1, 2]))
+    keys = ChainKeys(5, [torch.tensor([1, 3]), torch.tensor([1])])
     assert keys.positions_T.tolist() == [0, 1, 2, 3, 4, 2, 4, 3]
     assert keys.mask_BST()[0].int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0, 0],
@@ -230,6 +232,43 @@ def test_a_mask_sees_the_text_up_to_its_anchor_and_its_own_draft() -> None:
     windowed = keys.mask_BST(2)[0].int()  # two positions
     assert windowed[7].tolist() == [0, 0, 0, 0, 0, 1, 0, 1]
     assert windowed[5].tolist() == [0, 1, 0, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("scaling", [None, 0.2])
+def test_chains_without_their_mask_equal_those_with_it(scaling: float | None) -> None:
+    anchors = [torch.tensor([6, 2, 4]), torch.tensor([2, 6]), torch.tensor([], dtype=torch.int64)]
+    keys, places = ChainKeys(8, anchors), 13
+    generator = torch.Generator().manual_seed(0)
+
+    def random(heads: int) -> Tensor:
+        values = torch.randn(1, heads, places, 8, generator=generator, dtype=torch.float64)
+        return values.requires_grad_()
+
+    query, key, value = random(4), random(2), random(2)
+    dense = masked_attention(query, key, value, keys.mask_BST(), scaling)
+    ours = keys.attention(query, key, value, scaling)
+    torch.testing.assert_close(ours, dense)
+    weights = torch.randn(dense.shape, generator=generator, dtype=torch.float64)
+    for a, b in zip(
+        torch.autograd.grad((ours * weights).sum(), (query, key, value)),
+        torch.autograd.grad((dense * weights).sum(), (query, key, value)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_parallel_form_trains_without_a_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = tiny_target("qwen3")
+    drafter = build(target, num_layers=1, mask_token_id=258, keep_ratio=1.0)
+
+    def refused(*_: object) -> Tensor:
+        raise AssertionError("a mask of (K S) squared")
+
+    monkeypatch.setattr(ChainKeys, "mask_BST", refused)
+    slots = drafter.slots(batch_of(target, [24, 17], start=3), 3)
+    assert set(slots.depth_N.tolist()) == {0, 1, 2}
 
 
 def test_conditional_drop_keeps_fewer_masks_at_each_depth() -> None:

@@ -14,7 +14,7 @@ from data.batch import Batch
 from data.target import HeadRows, Target
 from data.vocab import DraftVocab
 from drafters.anchors import anchors_of
-from drafters.base import TrainedDrafter
+from drafters.base import Slots, TrainedDrafter
 from drafters.eagle3 import Eagle3
 from drafters.layers import MLP
 from recipes.schema import LossSection
@@ -68,6 +68,15 @@ class Distiller(nn.Module):
         The batch carries states (see data.batch). Divide the loss by the number of slots of depth
         0 of the whole optimizer step, see `count_slots`.
         """
+        loss, stats, slots, alpha_N = self.judge(batch)
+        extra = self.drafter.extra_loss(batch, slots, alpha_N)
+        return (loss if extra is None else loss + extra), stats
+
+    def judge(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], Slots, Tensor]:
+        """The loss of the guesses, its sums, the slots and alpha [N] of each, detached.
+
+        Alpha is 0 where renormalisation leaves a slot out.
+        """
         num_depths = self.loss.num_steps
         slots = self.drafter.slots(batch, num_depths)
         # In the order of the target positions that they learn from, so that each chunk asks for
@@ -88,16 +97,16 @@ class Distiller(nn.Module):
         weights_N = self.loss.step_decay ** depth_N.to(head_NW.dtype)
         if self.loss.name == "e2e_tv" or self.loss.position_weights == "d_pace":
             alphas_N, q_N = torch.zeros_like(weights_N), torch.zeros_like(weights_N)
-            for head_DW, part, teacher in zip(heads, parts, teachers, strict=True):
-                passed = head_pass(head_NW[part], head_DW, teacher, self.loss.chunk_size)
+            for head, part, teacher in zip(heads, parts, teachers, strict=True):
+                passed = head_pass(head_NW[part], head, teacher, self.loss.chunk_size)
                 alphas_N[part], q_N[part] = passed[0].to(q_N), passed[1].to(q_N)
             weights_N = self._weights(alphas_N, q_N, position_N - depth_N, depth_N)
 
         loss, stats = head_NW.new_zeros(()), dict[str, Tensor]()
-        for head_DW, part, teacher in zip(heads, parts, teachers, strict=True):
+        for head, part, teacher in zip(heads, parts, teachers, strict=True):
             part_loss, part_stats, part_alpha_N = linear_loss(
                 head_NW[part],
-                head_DW,
+                head,
                 teacher,
                 LOSSES[self.loss.name],
                 self.options,
@@ -109,8 +118,7 @@ class Distiller(nn.Module):
             loss = loss + part_loss
             stats = {k: stats.get(k, 0) + v for k, v in part_stats.items()}
             alpha_N[order_N[part]] = part_alpha_N
-        extra = self.drafter.extra_loss(batch, slots, alpha_N)
-        return (loss if extra is None else loss + extra), stats
+        return loss, stats, slots, alpha_N
 
     def _weights(self, alpha_N: Tensor, q_N: Tensor, anchor_N: Tensor, depth_N: Tensor) -> Tensor:
         """Weights by what a slot does to the accepted length of its draft (train.weighting)."""

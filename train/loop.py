@@ -317,6 +317,7 @@ def train(
                         measured = make_distiller(recipe, target, prepared, whole())
                     page = recipe.run_dir / "samples" / f"step-{done.step}.html"
                     numbers = validate(recipe, accelerator, target, prepared, measured, page)
+                    drafter.config = measured.drafter.config  # with what validation fitted
                     quality = numbers.get("valid/tau", numbers.get("valid/tau_teacher_forced"))
                     if isinstance(quality, float) and done.improve(quality) and rank == 0:
                         best = recipe.run_dir / "drafter-best"

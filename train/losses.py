@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from drafters.base import Head
+
 OUTSIDE = -1
 """Label of a position whose token is not in the draft vocabulary."""
 
@@ -204,7 +206,7 @@ STATS = ("num_positions", "loss_sum", "alpha_sum", "num_top1")
 
 def linear_loss(
     hidden_NH: Tensor,
-    weight_DH: Tensor,
+    weight: Head,
     teacher: Teacher,
     loss_fn: LossFn,
     options: LossOptions,
@@ -222,7 +224,8 @@ def linear_loss(
     Args:
         hidden_NH: inputs of the head at the supervised positions only. N = 0 gives a loss of
             exactly 0 and zero gradients, so that every rank can call backward.
-        weight_DH: the head. When it needs no gradient, none is computed.
+        weight: the head [D, H], or parts of it side by side. A part that needs no
+            gradient gets none.
         teacher: the target's side of a chunk; called once a chunk, without gradients. It returns
             the probabilities *not* renormalised, so that alpha is the true one.
         loss_fn: one of LOSSES.
@@ -243,11 +246,14 @@ def linear_loss(
     hidden and weight.
     """
     assert chunk_size >= 1, chunk_size
+    parts = weight if isinstance(weight, tuple) else (weight,)
     device = hidden_NH.device.type
     if torch.is_autocast_enabled(device):
         matmul_dtype = torch.get_autocast_dtype(device)
     else:
-        matmul_dtype = torch.promote_types(hidden_NH.dtype, weight_DH.dtype)
+        matmul_dtype = hidden_NH.dtype
+        for part_DH in parts:
+            matmul_dtype = torch.promote_types(matmul_dtype, part_DH.dtype)
     grad = torch.is_grad_enabled()
     work = _Work(
         teacher=teacher,
@@ -259,9 +265,9 @@ def linear_loss(
         num_groups=num_groups,
         matmul_dtype=matmul_dtype,
         hidden_grad=grad and hidden_NH.requires_grad,
-        weight_grad=grad and weight_DH.requires_grad,
+        weight_grads=tuple(grad and part_DH.requires_grad for part_DH in parts),
     )
-    loss_sum, stats, alpha_N = _LinearLoss.apply(hidden_NH, weight_DH, work)
+    loss_sum, stats, alpha_N = _LinearLoss.apply(hidden_NH, work, *parts)
     return loss_sum, dict(zip(STATS, stats.unbind(), strict=True)), alpha_N
 
 
@@ -278,28 +284,34 @@ class _Work:
     num_groups: int
     matmul_dtype: torch.dtype
     hidden_grad: bool
-    weight_grad: bool
+    weight_grads: tuple[bool, ...]
 
 
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_DH: Tensor, work: _Work
+        ctx: Any, hidden_NH: Tensor, work: _Work, *parts: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_positions = hidden_NH.shape[0]
         alpha_N = hidden_NH.new_zeros(num_positions, dtype=torch.float32)
         loss_dtype = torch.promote_types(work.matmul_dtype, torch.float32)
-        head_DH = weight_DH.to(work.matmul_dtype)
+        heads = [part_DH.to(work.matmul_dtype) for part_DH in parts]
+        widths = [part_DH.shape[1] for part_DH in parts]
         d_hidden_NH = torch.zeros_like(hidden_NH) if work.hidden_grad else None
         # The sum over chunks is kept in fp32 also where the products are bf16.
-        d_weight_DH = torch.zeros_like(weight_DH, dtype=loss_dtype) if work.weight_grad else None
+        d_parts = [
+            torch.zeros_like(part_DH, dtype=loss_dtype) if wanted else None
+            for part_DH, wanted in zip(parts, work.weight_grads, strict=True)
+        ]
         stats = hidden_NH.new_zeros((len(STATS), work.num_groups), dtype=torch.float64)
         loss_sum = hidden_NH.new_zeros((), dtype=torch.float64)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             for start in range(0, num_positions, work.chunk_size):
                 rows = slice(start, min(start + work.chunk_size, num_positions))
-                inputs_CH = hidden_NH[rows].to(work.matmul_dtype)
-                logits_CD = (inputs_CH @ head_DH.T).to(loss_dtype)
+                inputs = hidden_NH[rows].to(work.matmul_dtype).split(widths, dim=1)
+                logits_CD = (inputs[0] @ heads[0].T).to(loss_dtype)
+                for inputs_CH, head_DH in zip(inputs[1:], heads[1:], strict=True):
+                    logits_CD += inputs_CH @ head_DH.T
                 d_logits_CD, loss, sums_4C = _chunk(work, rows, logits_CD)
                 loss_sum += loss
                 alpha_N[rows] = sums_4C[2].float()
@@ -309,14 +321,22 @@ class _LinearLoss(torch.autograd.Function):
                     stats.index_add_(1, work.groups_N[rows], sums_4C)
                 d_logits_CD = d_logits_CD.to(work.matmul_dtype)
                 if d_hidden_NH is not None:
-                    d_hidden_NH[rows] = d_logits_CD @ head_DH
-                if d_weight_DH is not None:
-                    if d_weight_DH.dtype == work.matmul_dtype:
-                        d_weight_DH.addmm_(d_logits_CD.T, inputs_CH)
+                    d_inputs = d_hidden_NH[rows].split(widths, dim=1)
+                    for d_inputs_CH, head_DH in zip(d_inputs, heads, strict=True):
+                        d_inputs_CH.copy_(d_logits_CD @ head_DH)
+                for d_part_DH, inputs_CH in zip(d_parts, inputs, strict=True):
+                    if d_part_DH is None:
+                        continue
+                    if d_part_DH.dtype == work.matmul_dtype:
+                        d_part_DH.addmm_(d_logits_CD.T, inputs_CH)
                     else:
-                        d_weight_DH += d_logits_CD.T @ inputs_CH
+                        d_part_DH += d_logits_CD.T @ inputs_CH
         ctx.save_for_backward(
-            d_hidden_NH, None if d_weight_DH is None else d_weight_DH.to(weight_DH.dtype)
+            d_hidden_NH,
+            *(
+                None if d_part_DH is None else d_part_DH.to(part_DH.dtype)
+                for d_part_DH, part_DH in zip(d_parts, parts, strict=True)
+            ),
         )
         ctx.mark_non_differentiable(stats, alpha_N)
         return loss_sum.to(loss_dtype), stats, alpha_N
@@ -325,13 +345,11 @@ class _LinearLoss(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, d_loss: Tensor, _d_stats: Tensor, _d_alpha_N: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None]:
-        d_hidden_NH, d_weight_DH = ctx.saved_tensors
-        return (
-            None if d_hidden_NH is None else d_hidden_NH * d_loss.to(d_hidden_NH.dtype),
-            None if d_weight_DH is None else d_weight_DH * d_loss.to(d_weight_DH.dtype),
-            None,
+    ) -> tuple[Tensor | None, ...]:
+        d_hidden_NH, *d_parts = (
+            None if d is None else d * d_loss.to(d.dtype) for d in ctx.saved_tensors
         )
+        return d_hidden_NH, None, *d_parts
 
 
 def _chunk(work: _Work, rows: slice, logits_CD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -346,7 +364,7 @@ def _chunk(work: _Work, rows: slice, logits_CD: Tensor) -> tuple[Tensor, Tensor,
             losses_C = share * hard_C + (1.0 - share) * losses_C
         weighted_C = losses_C if work.weights_N is None else losses_C * work.weights_N[rows]
         loss = weighted_C.sum()
-    need_grad = work.hidden_grad or work.weight_grad
+    need_grad = work.hidden_grad or any(work.weight_grads)
     d_logits_CD = torch.autograd.grad(loss, logits_CD)[0] if need_grad else logits_CD.detach()
     logits_CD = logits_CD.detach()
     picked_C = logits_CD.gather(1, labels_C.clamp(min=0)[:, None])[:, 0]
@@ -364,18 +382,21 @@ def renormalize(p_ND: Tensor) -> Tensor:
 
 @torch.no_grad()
 def head_pass(
-    hidden_NH: Tensor, weight_DH: Tensor, teacher: Teacher, chunk_size: int
+    hidden_NH: Tensor, weight: Head, teacher: Teacher, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     """What weights of positions are made from, before the loss: (alpha_N, q_N), fp32.
 
     alpha is sum_v min(p, q), q the drafter's probability of the token that followed (0 where it is
     outside the draft vocabulary). Chunked as the loss is; no gradients.
     """
-    alphas, labels = [], []
+    parts = weight if isinstance(weight, tuple) else (weight,)
+    widths, alphas, labels = [part_DH.shape[1] for part_DH in parts], [], []
     for start in range(0, len(hidden_NH), chunk_size):
         rows = slice(start, min(start + chunk_size, len(hidden_NH)))
         p_CD, labels_C = teacher(rows)
-        q_CD = (hidden_NH[rows].to(weight_DH.dtype) @ weight_DH.T).float().softmax(dim=1)
+        inputs = hidden_NH[rows].split(widths, dim=1)
+        logits = [x.to(part.dtype) @ part.T for x, part in zip(inputs, parts, strict=True)]
+        q_CD = sum(logits[1:], logits[0]).float().softmax(dim=1)
         alphas.append(torch.minimum(p_CD, q_CD).sum(dim=1))
         picked_C = q_CD.gather(1, labels_C.clamp(min=0)[:, None])[:, 0]
         labels.append(torch.where(labels_C != OUTSIDE, picked_C, 0.0))
