@@ -3,22 +3,21 @@
 One file, no script, no network. V = tokens of the target's vocabulary.
 """
 
+from array import array
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.benchmarks import BENCHMARKS, benchmark_ngrams
 from data.files import write_text
-from data.prompt_rows import ngrams
+from data.row_file import RowTotals
+from data.row_summary import RowSummary
 from data.viewer import pieces_of, row_title
 from data.vocab import build_draft_vocab
-from recipes.errors import UserError
 
 _SIZES = (1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000)
 _BARS = 24
@@ -48,10 +47,9 @@ svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
 def write_report(
     path: Path,
     title: str,
-    rows: Sequence[dict[str, Any]],
+    summary: RowSummary,
     read: dict[str, Any] | None,
     tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
     eos_ids: list[int],
 ) -> None:
     """Write the page.
@@ -59,21 +57,18 @@ def write_report(
     Args:
         path: of the .html file.
         title: heading, e.g. run and target.
-        rows: as in rows.jsonl; without `split` all are training rows.
+        summary: of all rows.
         read: prompts_report.json, or None where there is none.
         tokenizer: of the target.
-        vocab_size: V.
         eos_ids: always in the draft vocabulary.
     """
-    train = [row for row in rows if row.get("split") != "heldout"]
-    heldout = [row for row in rows if row.get("split") == "heldout"]
     sections = [
-        _numbers(train, heldout),
-        _histograms(rows),
+        _numbers(summary),
+        _histograms(summary),
         _drops(read),
-        _coverage(train, heldout, vocab_size, eos_ids),
-        _overlap(rows),
-        _examples(train[:5], tokenizer),
+        _coverage(summary, eos_ids),
+        _overlap(summary),
+        _examples(summary.examples, tokenizer),
     ]
     write_text(
         path,
@@ -83,54 +78,21 @@ def write_report(
 
 
 def coverage_by_size(
-    train: Sequence[dict[str, Any]],
-    heldout: Sequence[dict[str, Any]],
-    vocab_size: int,
-    eos_ids: list[int],
+    train_V: Tensor, heldout_V: Tensor, eos_ids: list[int]
 ) -> list[tuple[int, float, float]]:
     """(size, share of supervised tokens kept in the training rows, in the held-out rows).
 
     The draft vocabulary is chosen by the training rows alone; NaN where no row is held out.
+
+    Args:
+        train_V: how often each token is supervised in the training rows.
+        heldout_V: the same in the held-out rows.
+        eos_ids: always kept.
     """
-    train_V, heldout_V = _counts(train, vocab_size), _counts(heldout, vocab_size)
+    vocab_size = len(train_V)
     sizes = [size for size in _SIZES if len(eos_ids) <= size < vocab_size]
     vocabs = [build_draft_vocab(train_V, size, eos_ids) for size in [*sizes, vocab_size]]
     return [(v.size, v.coverage(train_V), v.coverage(heldout_V)) for v in vocabs]
-
-
-def overlap_by_task(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int] | str]:
-    """For each evaluation task: rows that share 8 words in a row, in what is asked and answered.
-
-    The value is a reason where the task's prompts are not installed.
-    """
-    result: dict[str, tuple[int, int] | str] = {}
-    texts = [_asked_and_answered(row) for row in rows]
-    for name in BENCHMARKS:
-        try:
-            blocked = benchmark_ngrams([name])
-        except UserError as error:
-            result[name] = str(error)
-            continue
-        asked = sum(not blocked.isdisjoint(grams) for grams, _ in texts)
-        answered = sum(not blocked.isdisjoint(grams) for _, grams in texts)
-        result[name] = (asked, answered)
-    return result
-
-
-def _asked_and_answered(row: dict[str, Any]) -> tuple[set[str], set[str]]:
-    asked, answered = set[str](), set[str]()
-    for message in row["messages"]:
-        (answered if message["role"] == "assistant" else asked).update(ngrams(message["content"]))
-    return asked, answered
-
-
-def _counts(rows: Sequence[dict[str, Any]], vocab_size: int) -> Tensor:
-    ids = [i for row in rows for start, end in row["spans"] for i in row["ids"][start:end]]
-    return torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size)
-
-
-def _num_supervised(row: dict[str, Any]) -> int:
-    return sum(end - start for start, end in row["spans"])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -145,29 +107,30 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "<table>" + "".join(lines) + "</table>"
 
 
-def _numbers(train: Sequence[dict[str, Any]], heldout: Sequence[dict[str, Any]]) -> str:
-    lines = []
-    for name, rows in (("train", train), ("held out", heldout)):
-        tokens, learned = sum(len(r["ids"]) for r in rows), sum(map(_num_supervised, rows))
-        share = f"{learned / tokens:.1%}" if tokens else "-"
-        cut = sum(row["finish"] == "length" for row in rows)
-        lines.append((name, len(rows), tokens, learned, share, cut))
+def _numbers(summary: RowSummary) -> str:
+    def line(name: str, sums: RowTotals) -> tuple[Any, ...]:
+        share = f"{sums.num_supervised / sums.num_tokens:.1%}" if sums.num_tokens else "-"
+        counts = (sums.num_rows, sums.num_tokens, sums.num_supervised)
+        return (name, *counts, share, sums.num_truncated)
+
     head = ("", "rows", "tokens", "supervised", "share", "cut at the token cap")
+    lines = [line("train", summary.train), line("held out", summary.heldout)]
     return "<h2>Rows</h2>" + _table(head, lines)
 
 
-def _histograms(rows: Sequence[dict[str, Any]]) -> str:
-    shares = [100 * _num_supervised(row) / len(row["ids"]) for row in rows]
+def _histograms(summary: RowSummary) -> str:
+    pairs = zip(summary.learned, summary.lengths, strict=True)
+    shares = array("d", (100 * learned / length for learned, length in pairs))
     return (
         "<h2>Lengths</h2>"
-        + histogram("tokens a row", [len(row["ids"]) for row in rows])
-        + histogram("tokens before the first answer", [row["spans"][0][0] for row in rows])
-        + histogram("supervised tokens a row", [_num_supervised(row) for row in rows])
+        + histogram("tokens a row", summary.lengths)
+        + histogram("tokens before the first answer", summary.before)
+        + histogram("supervised tokens a row", summary.learned)
         + histogram("supervised share of a row, percent", shares)
     )
 
 
-def histogram(name: str, values: Sequence[float]) -> str:
+def histogram(name: str, values: "Sequence[float] | array[int] | array[float]") -> str:
     """Bars of equal width from 0 to the largest value, as SVG with median and extremes in words."""
     if not values:
         return f"<p>{escape(name)}: no rows</p>"
@@ -209,24 +172,20 @@ def _drops(read: dict[str, Any] | None) -> str:
     return page
 
 
-def _coverage(
-    train: Sequence[dict[str, Any]],
-    heldout: Sequence[dict[str, Any]],
-    vocab_size: int,
-    eos_ids: list[int],
-) -> str:
+def _coverage(summary: RowSummary, eos_ids: list[int]) -> str:
+    train_V, heldout_V = summary.train.counts_V, summary.heldout.counts_V
     lines = [
-        (size, f"{kept:.2%}", f"{other:.2%}" if heldout else "-")
-        for size, kept, other in coverage_by_size(train, heldout, vocab_size, eos_ids)
+        (size, f"{kept:.2%}", f"{other:.2%}" if summary.heldout.num_rows else "-")
+        for size, kept, other in coverage_by_size(train_V, heldout_V, eos_ids)
     ]
     head = ("drafter.draft_vocab_size", "supervised tokens kept, train", "held out")
     return "<h2>Draft vocabulary</h2>" + _table(head, lines)
 
 
-def _overlap(rows: Sequence[dict[str, Any]]) -> str:
+def _overlap(summary: RowSummary) -> str:
     lines = [
         (name, found, "") if isinstance(found, str) else (name, *found)
-        for name, found in overlap_by_task(rows).items()
+        for name, found in summary.overlaps.items()
     ]
     head = ("task", "rows that ask it", "rows that answer with it")
     return (

@@ -30,7 +30,7 @@ class RowTotals:
     def add(self, record: dict[str, Any]) -> None:
         ids_S = torch.tensor(record["ids"])
         learned = torch.cat([ids_S[start:end] for start, end in record["spans"]])
-        self.counts_V += torch.bincount(learned, minlength=len(self.counts_V))
+        self.counts_V.index_add_(0, learned, torch.ones_like(learned))
         self.num_rows += 1
         self.num_tokens += len(ids_S)
         self.num_supervised += len(learned)

@@ -5,17 +5,20 @@ import math
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from data import data_report
+from data import data_report, row_summary
 from data.conversations import render
-from data.data_report import coverage_by_size, histogram, overlap_by_task, write_report
+from data.data_report import coverage_by_size, histogram, write_report
 from data.look import look_at
 from data.pipeline import data_dir
-from data.source_rows import spans_of
+from data.row_summary import summarize
+from data.source_rows import render_row, spans_of
 from data.viewer import Piece, pieces_of, row_text, row_title
 from recipes.errors import UserError
 from recipes.schema import Recipe
@@ -77,15 +80,19 @@ def test_printed_row_is_readable_without_colour() -> None:
 
 def test_coverage_by_size_is_chosen_by_the_training_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_report, "_SIZES", (2, 3))
-    train = [{"ids": [5, 5, 5, 6, 6, 7, 9], "spans": [[0, 6]]}]
-    heldout = [{"ids": [5, 8, 9, 9], "spans": [[0, 2], [3, 4]]}]
+    train = row_of(TALK, ids=[5, 5, 5, 6, 6, 7, 9], spans=[[0, 6]])
+    heldout = row_of(TALK, ids=[5, 8, 9, 9], spans=[[0, 2], [3, 4]], split="heldout")
+    found = summarize([train, heldout], 10)
+    train_V, heldout_V = found.train.counts_V, found.heldout.counts_V
+    assert train_V.tolist() == [0, 0, 0, 0, 0, 3, 2, 1, 0, 0]
+    assert heldout_V.tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 1, 1]
     # size 2: the end token 9 and 5; size 3: 6 as well; 10: all
-    assert coverage_by_size(train, heldout, 10, [9]) == [
+    assert coverage_by_size(train_V, heldout_V, [9]) == [
         (2, 3 / 6, 2 / 3),
         (3, 5 / 6, 2 / 3),
         (10, 1.0, 1.0),
     ]
-    assert math.isnan(coverage_by_size(train, [], 10, [9])[0][2])
+    assert math.isnan(coverage_by_size(train_V, 0 * heldout_V, [9])[0][2])
 
 
 def test_overlap_counts_what_is_asked_and_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,12 +101,12 @@ def test_overlap_counts_what_is_asked_and_what_is_answered(monkeypatch: pytest.M
             raise UserError("gsm8k: not installed")
         return {"it is 3 yes"}
 
-    monkeypatch.setattr(data_report, "benchmark_ngrams", grams)
+    monkeypatch.setattr(row_summary, "benchmark_ngrams", grams)
     asks = [{"role": "user", "content": "It is 3. Yes"}, {"role": "assistant", "content": "No."}]
     answers = [TALK[0], {"role": "assistant", "content": "it is 3 - yes"}]
     rows = [row_of(answers), row_of(asks), row_of(TALK[:1] + asks[1:])]
-    found = overlap_by_task(rows)
-    assert found["mt_bench"] == (1, 1)
+    found = summarize(rows, 400).overlaps
+    assert found["mt_bench"] == [1, 1]
     assert found["gsm8k"] == "gsm8k: not installed"
 
 
@@ -114,7 +121,7 @@ def test_histogram_counts_every_value() -> None:
 def test_page_holds_everything_and_needs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_report, "benchmark_ngrams", lambda _names: set())
+    monkeypatch.setattr(row_summary, "benchmark_ngrams", lambda _names: set())
     rows = [row_of(TALK, split="train"), row_of(TALK, split="heldout", finish="length")]
     read = {
         "read": {"a.jsonl": 5},
@@ -124,14 +131,15 @@ def test_page_holds_everything_and_needs_nothing(
     }
     tokenizer = chat_tokenizer(CHATML)
     path = tmp_path / "report.html"
-    write_report(path, "a & b", rows, read, tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    ends = [tokenizer.eos_token_id]
+    write_report(path, "a & b", summarize(rows, len(tokenizer)), read, tokenizer, ends)
     page = path.read_text()
     assert "<h1>a &amp; b</h1>" in page
     assert "a.jsonl row 4: &lt;script&gt;" in page
     assert page.count("<svg") == 4
     assert "<mark>It is 3." in page and "<b class=s>&lt;|im_end|&gt;</b>" in page
     assert not any(word in page for word in ("<script", "http", "src=", "@import", "url("))
-    write_report(path, "a", rows[:1], None, tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    write_report(path, "a", summarize(rows[:1], len(tokenizer)), None, tokenizer, ends)
     assert "No counts of the sources" in path.read_text()
 
 
@@ -150,22 +158,81 @@ def test_rows_of_the_source_are_looked_at_without_weights(tmp_path: Path) -> Non
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"messages": TALK}) + "\n")
     recipe = recipe_of(tmp_path, sources=[str(source)], regenerate=False)
-    look = look_at(recipe)
-    assert look is not None and look.read is not None
-    assert [row["messages"] for row in look.rows] == [TALK]
-    assert look.rows[0]["split"] == "train" and look.read["kept"] == {str(source): 1}
+    look = look_at(recipe, all_rows=True)
+    assert look is not None
+    (row,) = look.rows
+    read = look.read()
+    assert row["messages"] == TALK and row["split"] == "train"
+    assert read is not None and read["kept"] == {str(source): 1}
     assert not data_dir(recipe).exists()  # nothing was prepared
 
 
 def test_answers_that_are_still_to_be_written_cannot_be_looked_at(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, sources=["book"])
-    assert look_at(recipe) is None
+    assert look_at(recipe, all_rows=True) is None
     data_dir(recipe).mkdir(parents=True)
     row = row_of(TALK, split="train")
     (data_dir(recipe) / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    look = look_at(recipe)
+    look = look_at(recipe, all_rows=True)
     assert look is not None
-    assert (look.rows, look.read) == ([row], None)
+    assert (list(look.rows), look.read()) == ([row], None)
+
+
+class Loaded(dict[str, Any]):
+    """A row that knows how many of its kind are alive."""
+
+    alive = most = made = 0
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        super().__init__(row)
+        Loaded.alive += 1
+        Loaded.made += 1
+        Loaded.most = max(Loaded.most, Loaded.alive)
+
+    def __del__(self) -> None:
+        Loaded.alive -= 1
+
+
+@pytest.mark.parametrize("regenerate", [True, False])
+def test_few_rows_are_held_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, regenerate: bool
+) -> None:
+    monkeypatch.setattr(row_summary, "benchmark_ngrams", lambda _names: set())
+    talks = [[{"role": "user", "content": f"What is {i}?"}, TALK[1]] for i in range(300)]
+    source = tmp_path / "talks.jsonl"
+    source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    recipe = recipe_of(tmp_path, sources=[str(source)], regenerate=regenerate, num_prompts=300)
+    if regenerate:
+        data_dir(recipe).mkdir(parents=True)
+        row = row_of(TALK)
+        row["ids"] = [i % 100 for i in row["ids"]]
+        lines = [json.dumps(row | {"id": f"r{i}"}) + "\n" for i in range(300)]
+        (data_dir(recipe) / "rows.jsonl").write_text("".join(lines))
+    num_rendered = 0
+
+    def counted(text: str) -> Any:
+        return Loaded(found) if "spans" in (found := json.loads(text)) else found
+
+    def render_counted(*arguments: Any) -> Any:
+        nonlocal num_rendered
+        num_rendered += 1
+        return render_row(*arguments)
+
+    reader = SimpleNamespace(loads=counted, dumps=json.dumps, JSONDecodeError=json.JSONDecodeError)
+    monkeypatch.setattr("data.json_lines.json", reader)
+    monkeypatch.setattr("data.source_rows.render_row", render_counted)
+    Loaded.alive = Loaded.most = Loaded.made = 0
+    look = look_at(recipe, all_rows=False)
+    assert look is not None
+    assert len([row["id"] for row in islice(look.rows, 5)]) == 5
+    # No row behind those that are shown is read.
+    assert (Loaded.made, num_rendered) == ((5, 0) if regenerate else (0, 5))
+    Loaded.alive = Loaded.most = Loaded.made = 0
+    look = look_at(recipe, all_rows=True)
+    assert look is not None
+    summary = summarize(look.rows, look.vocab_size)
+    assert summary.train.num_rows + summary.heldout.num_rows == 300
+    assert Loaded.made == 300 and Loaded.most <= row_summary.NUM_EXAMPLES + 2
 
 
 @pytest.mark.slow
