@@ -9,9 +9,11 @@ Dimension letters: B rows, P nodes (the root and its guesses), A nodes of a path
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isnan
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from data.target import Target
 from drafters.base import DecodingDrafter
@@ -25,11 +27,11 @@ from eval.tree import (
     TreeSpec,
     attention_nodes,
     chain,
-    cut_depth,
     first_choices,
     seen_at_nodes,
 )
-from eval.verify_tree import TreeVerdict, verify_tree
+from eval.tree_inputs import Grown, TreeInputs, TreeVerifier, guessed_from, tree_rule
+from eval.verify_tree import TreeVerdict, chances_BA
 
 
 @torch.inference_mode()
@@ -41,25 +43,28 @@ def decode_tree(
     spec: TreeSpec,
     indices: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
+    verify: TreeVerifier = tree_rule,
 ) -> tuple[list[Decoded], Seconds]:
     """Answer a batch of prompts (token ids) as eval.decode.decode does, drafting trees.
 
     A round's `proposed` is the depth of its tree, `drafted_ids` one branch of it: the accepted
     path and, behind it, the drafter's first choices. `alpha` is the chance that one of the guesses
-    at a position is accepted.
+    at a position is accepted, given what they are.
 
     Args:
         settings: num_draft, verification and verifier have no effect here.
-        spec: the shape of the trees.
+        spec: the shape of the trees, and how siblings are chosen.
         indices, on_tokens: as in decode.
+        verify: takes the place of the right rule.
 
     Raises:
-        UserError: a tree that this drafter cannot propose, or drawn guesses.
+        UserError: a tree that this drafter cannot propose, or siblings that are drawn where drafts
+            are not.
     """
     check_spec(drafter, spec, settings.sampling)
     settings = replace(settings, num_draft=max(spec.num_guesses, spec.num_drafter_places))
     run = _TreeRun(target, drafter, prompts, settings, indices, on_tokens)
-    run.spec = spec
+    run.spec, run.verify = spec, verify
     return run.finish(prompts)
 
 
@@ -67,13 +72,15 @@ class _TreeRun(Run):
     """One decode that drafts trees."""
 
     spec: TreeSpec
+    verify: TreeVerifier
 
     def round(self) -> None:
         """Draft, verify, commit; one pass of the target."""
         most, clock, seconds = self.settings.num_draft, self.clock, self.seconds
         draws = self.uniforms(3 * most + 2)  # laid out as in a round of chains
         seconds.bookkeeping += clock.lap()
-        tree = self.tree()
+        grown = self.grown(draws[:, :most])
+        tree = grown.tree
         P = tree.tokens_BP.shape[1]
         seconds.draft += clock.lap()
 
@@ -83,16 +90,20 @@ class _TreeRun(Run):
         logits_BPV = self.target.logits(states.hidden_BSH)
         seconds.verify += clock.lap()
         p_BPV = self.tree_law(logits_BPV, tree)
-        accept_BP = draws[:, most - 1 : most - 1 + P]  # a column for the root, which needs none
-        verdict = verify_tree(p_BPV, tree, accept_BP, draws[:, 2 * most])
+        x = TreeInputs(
+            p_BPV=p_BPV,
+            grown=grown,
+            replacement=self.spec.siblings == "with_replacement",
+            accept_uniforms_BP=pad(draws[:, most : most + P - 1], (1, 0)),  # none for the root
+            final_uniforms_B=draws[:, 2 * most],
+        )
+        verdict = self.verify(x)
         seconds.sampling += clock.lap()
 
         # Commit what belongs to the answer, as in a round of chains; then keep its path.
         self.last_B = verdict.next_token_B
-        path_BA, accepted_B = verdict.path_BA, verdict.num_accepted_B
-        emitted_BA = tree.tokens_BP.gather(1, path_BA).roll(-1, 1)
-        emitted_BA[self.rows_B, accepted_B] = self.last_B
-        committed = self.commit_tree(emitted_BA, tree, accepted_B)
+        emitted_BA, path_BA, _ = x.emitted(verdict)
+        committed = self.commit_tree(emitted_BA, tree, verdict.num_accepted_B)
         committed_B = torch.tensor(committed, device=self.device)
         self.cache.keep_path(path_BA, committed_B)
         self.mark(emitted_BA, committed_B)
@@ -103,30 +114,32 @@ class _TreeRun(Run):
         seconds.draft += clock.lap()
 
         uniforms_BA = draws[:, 2 * most + 1 :][:, : path_BA.shape[1]]
-        self.record(tree, p_BPV, verdict, emitted_BA, committed)
+        self.record(x, verdict, emitted_BA, committed)
         if self.sampling.temperature > 0:
-            self.record_pit(tree, p_BPV, path_BA, emitted_BA, uniforms_BA, committed)
+            self.record_pit(x, path_BA, emitted_BA, uniforms_BA, committed)
         self.tell(committed)
         clock.lap()
 
-    def tree(self) -> Tree:
+    def grown(self, uniforms_BM: Tensor) -> Grown:
         """Guesses, none deeper than the answer of its row has room for."""
         cap = self.settings.max_new_tokens - 1
         room = [0 if row.finish else cap - len(row.ids) for row in self.rows]
         num_levels = min(self.spec.depth, max(room))
         if self.drafter is None or num_levels == 0:
             none_B = torch.zeros_like(self.last_B)
-            return chain(self.last_B, none_B[:, None][:, :0], none_B)
-        tree = grow(
+            root = chain(self.last_B, none_B[:, None][:, :0], none_B)
+            return Grown(root, None, torch.zeros_like(root.tokens_BP, dtype=torch.float32), None)
+        grown = grow(
             self.drafter,
             self.state,
             self.last_B,
             self.spec,
             num_levels,
             self.sampling,
+            uniforms_BM,
             self.seen_BV,
         )
-        return cut_depth(tree, torch.tensor(room, device=self.device))
+        return grown.cut(torch.tensor(room, device=self.device))
 
     def tree_law(self, logits_BPV: Tensor, tree: Tree) -> Tensor:
         """The target's final distributions at every node."""
@@ -155,59 +168,54 @@ class _TreeRun(Run):
         return committed
 
     def record(
-        self,
-        tree: Tree,
-        p_BPV: Tensor,
-        verdict: TreeVerdict,
-        emitted_BA: Tensor,
-        committed: list[int],
+        self, x: TreeInputs, verdict: TreeVerdict, emitted_BA: Tensor, committed: list[int]
     ) -> None:
-        """What is measured and shown, not needed to decode: alpha, and one branch with its p."""
-        rows_B1, live_BP, path_BA = self.rows_B[:, None], tree.live_BP, verdict.path_BA
-        p_x_BP = p_BPV[rows_B1, tree.parents_BP, tree.tokens_BP].masked_fill(~live_BP, 0.0)
-        children_BP = torch.zeros_like(p_x_BP).scatter_add(1, tree.parents_BP, live_BP.float())
-        alpha_BP = torch.zeros_like(p_x_BP).scatter_add(1, tree.parents_BP, p_x_BP)
+        """What is measured and shown, not needed to decode: alpha, and one branch with p and q."""
+        tree, q_BPV, path_BA = x.tree, x.grown.q_BPV, verdict.path_BA
+        rows_B1, tokens_BP = self.rows_B[:, None], tree.tokens_BP.masked_fill(~tree.live_BP, 0)
+        p_x_BP = x.p_BPV[rows_B1, tree.parents_BP, tokens_BP]
+        q_x_BP = torch.ones_like(p_x_BP)
+        if q_BPV is not None:
+            q_x_BP = q_BPV[rows_B1, tree.parents_BP, tokens_BP]
+        alpha_BA = chances_BA(x.p_BPV, tree, q_BPV, path_BA, x.replacement)
         lists = zip(
             self.rows,
             committed,
-            alpha_BP.gather(1, path_BA).tolist(),
-            (children_BP.gather(1, path_BA) > 0).tolist(),
-            p_BPV[rows_B1, path_BA].gather(-1, emitted_BA[..., None])[..., 0].tolist(),
+            alpha_BA.tolist(),
+            x.p_BPV[rows_B1, path_BA].gather(-1, emitted_BA[..., None])[..., 0].tolist(),
             p_x_BP.tolist(),
+            q_x_BP.tolist(),
             tree.tokens_BP.tolist(),
             first_choices(tree, path_BA, verdict.num_accepted_B),
             strict=True,
         )
-        for row, num, alphas, judged, emitted, p_x, tokens, branch in lists:
+        for row, num, alphas, emitted, p_x, q_x, tokens, branch in lists:
             if num:
-                row.alpha_sum += sum(a for a, j in zip(alphas[:num], judged, strict=False) if j)
-                row.alpha_count += sum(judged[:num])
+                judged = [alpha for alpha in alphas[:num] if not isnan(alpha)]
+                row.alpha_sum += sum(judged)
+                row.alpha_count += len(judged)
                 last = row.rounds[-1]
                 last.drafted_ids = [tokens[n] for n in branch]
-                last.p, last.q = [p_x[n] for n in branch], [1.0] * len(branch)
+                last.p, last.q = [p_x[n] for n in branch], [q_x[n] for n in branch]
                 last.next_p = emitted[num - 1]
 
     def record_pit(
         self,
-        tree: Tree,
-        p_BPV: Tensor,
+        x: TreeInputs,
         path_BA: Tensor,
         emitted_BA: Tensor,
         uniforms_BA: Tensor,
         committed: list[int],
     ) -> None:
         """Transform the tokens that this round committed; each position decides for itself."""
-        rows_B1 = self.rows_B[:, None]
-        guessed_BPV = torch.zeros_like(p_BPV)
-        where = rows_B1.expand_as(tree.parents_BP), tree.parents_BP, tree.tokens_BP
-        guessed_BPV.index_put_(where, tree.live_BP.to(p_BPV.dtype), accumulate=True)
         committed_B = torch.tensor(committed, device=self.device)
         kept_BA = torch.arange(path_BA.shape[1], device=self.device) < committed_B[:, None]
+        rows_N, nodes_N = self.rows_B[kept_BA.nonzero()[:, 0]], path_BA[kept_BA]
         columns_N3 = pit_columns(
-            p_BPV[rows_B1, path_BA][kept_BA],
+            x.p_BPV[rows_N, nodes_N],
             emitted_BA[kept_BA],
             uniforms_BA[kept_BA],
-            guessed_BPV[rows_B1, path_BA][kept_BA].clamp(max=1),
+            guessed_from(x.p_BPV, x.grown)[rows_N, nodes_N],
         )
         for row, values in zip(self.rows, columns_N3.split(committed), strict=True):
             row.pit += values.tolist()

@@ -21,7 +21,7 @@ from eval.record import TaskResult
 from eval.round_texts import Sample, make_samples
 from eval.task_result import make_task_result
 from eval.tasks import Task
-from eval.tree import parse_tree
+from eval.tree import TreeSpec, parse_tree
 from recipes.errors import UserError
 from recipes.schema import EvalSection
 
@@ -65,6 +65,13 @@ def render_all(
     ]
 
 
+def tree_of(section: EvalSection) -> TreeSpec | None:
+    """What drafters grow in a round; None = a chain."""
+    if section.verification != "tree":
+        return None
+    return parse_tree(section.tree, section.siblings)
+
+
 def make_answer(
     target: Target,
     prompts: Sequence[Prompt],
@@ -72,7 +79,7 @@ def make_answer(
     template_kwargs: dict[str, object] | None,
 ) -> Answer:
     """How the prompts of a task are answered under these settings."""
-    tree = parse_tree(section.tree) if section.verification == "tree" else None
+    tree = tree_of(section)
     return answering(target, prompts, template_kwargs, section.turns == "all", tree)
 
 

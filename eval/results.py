@@ -149,6 +149,7 @@ def make_settings(
         ],
         "template_kwargs": recipe.data.template_kwargs,
         "template_hash": template_hash,
+        **({"siblings": section.siblings} if section.verification == "tree" else {}),
     }
 
 

@@ -1,11 +1,12 @@
 """What a decode is asked for and what it leaves: settings, rounds, answers, seconds, measurements.
 
-Dimension letters: B rows, K proposed tokens, S = K + 1 positions verified, V vocabulary.
+Dimension letters: B rows, W some of them, K proposed tokens, S = K + 1 positions verified,
+V vocabulary.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -33,6 +34,45 @@ class VerifyInputs:
     final_uniforms_B: Tensor
     draft_uniforms_BK: Tensor
     laws: DraftLaws | None
+
+    @property
+    def judged_B(self) -> Tensor:
+        """bool: rows with a proposal."""
+        return self.num_proposed_B > 0
+
+    def select(self, rows_W: Tensor) -> "VerifyInputs":
+        """Some rows of the round."""
+        return VerifyInputs(
+            p_BSV=self.p_BSV[rows_W],
+            tokens_BK=self.tokens_BK[rows_W],
+            num_proposed_B=self.num_proposed_B[rows_W],
+            q_BKV=None if self.q_BKV is None else self.q_BKV[rows_W],
+            accept_uniforms_BK=self.accept_uniforms_BK[rows_W],
+            final_uniforms_B=self.final_uniforms_B[rows_W],
+            draft_uniforms_BK=self.draft_uniforms_BK[rows_W],
+            laws=None if self.laws is None else DraftLaws(*(law[rows_W] for law in self.laws)),
+        )
+
+    def fresh(self, uniforms: Callable[[Tensor], Tensor]) -> "VerifyInputs":
+        """The same round with other numbers to accept and draw with."""
+        return replace(
+            self,
+            accept_uniforms_BK=uniforms(self.accept_uniforms_BK),
+            final_uniforms_B=uniforms(self.final_uniforms_B),
+        )
+
+    def both_laws(self) -> tuple[Tensor, Tensor]:
+        """p at each position, and q as eval.lossless.pit_columns wants it."""
+        q_BSV = drafted_from(self.p_BSV, self.tokens_BK, self.num_proposed_B, self.q_BKV)
+        return self.p_BSV, q_BSV
+
+    def emitted(self, verdict: Verdict) -> tuple[Tensor, Tensor, Tensor]:
+        """Emitted tokens [B, S], the position that each belongs to, how many count."""
+        num_B = verdict.num_accepted_B
+        tokens_BS = torch.nn.functional.pad(self.tokens_BK, (0, 1))
+        tokens_BS = tokens_BS.scatter(1, num_B[:, None], verdict.next_token_B[:, None])
+        places_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        return tokens_BS, places_S.expand(tokens_BS.shape), num_B + 1
 
 
 Verifier = Callable[[VerifyInputs], Verdict]

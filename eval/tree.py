@@ -8,7 +8,7 @@ Dimension letters: B rows, P nodes (the most of any row), A nodes of a path.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from data.cache import TreeNodes
 from recipes.errors import UserError
 
 MAX_NODES = 1024  # guesses of one round: more is a slip in the settings
+
+Siblings = Literal["top", "with_replacement", "without_replacement"]
+"""How the guesses below one node are chosen: the likeliest tokens, or draws from the drafter."""
 
 
 class Tree(NamedTuple):
@@ -44,11 +47,15 @@ class Tree(NamedTuple):
 class FixedTree:
     """Every node of level i has children[i] children: (1, 1, 1) is a chain, (3, 2) has 9 guesses.
 
+    siblings: drawn ones are the likeliest tokens at temperature 0, where nothing is drawn. Without
+        replacement a node whose law has fewer tokens than children[i] gets as many as it has.
+
     Raises:
         UserError: no level, a level without children, or more guesses than MAX_NODES.
     """
 
     children: tuple[int, ...]
+    siblings: Siblings = "top"
 
     def __post_init__(self) -> None:
         if not self.children or min(self.children) < 1:
@@ -93,6 +100,7 @@ class DynamicTree:
     num_nodes: int = 59
     depth: int = 7
     top_k: int = 10
+    siblings: ClassVar[Siblings] = "top"  # kept for what they are, so they may not be drawn
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "depth", "top_k"):
@@ -113,17 +121,22 @@ class DynamicTree:
 TreeSpec = FixedTree | DynamicTree
 
 
-def parse_tree(text: str) -> TreeSpec:
+def parse_tree(text: str, siblings: Siblings = "top") -> TreeSpec:
     """Read "3,2,1" (FixedTree: children a level) or "59/7/10" (num_nodes/depth/top_k, DynamicTree).
 
     Raises:
-        UserError: neither, or a number is out of range.
+        UserError: neither, a number is out of range, or drawn siblings in a dynamic tree.
     """
+    if "/" in text and siblings != "top":
+        raise UserError(
+            f"tree {text!r} keeps guesses for what they are, which would bias drawn ones: with "
+            f"siblings {siblings} give the children of each level, as in '3,2,1'"
+        )
     try:
         if "/" in text:
             num_nodes, depth, top_k = (int(part) for part in text.split("/"))
             return DynamicTree(num_nodes, depth, top_k)
-        return FixedTree(tuple(int(part) for part in text.split(",")))
+        return FixedTree(tuple(int(part) for part in text.split(",")), siblings)
     except ValueError as error:
         raise UserError(
             f"tree {text!r}: give the children of each level ('3,2,1') or "
@@ -152,6 +165,26 @@ def cut_depth(tree: Tree, most_B: Tensor) -> Tree:
         tree.tokens_BP[:, :width],
         tree.parents_BP[:, :width],
         tree.depths_BP[:, :width],
+        num_nodes_B,
+    )
+
+
+def select_nodes(tree: Tree, kept_BP: Tensor, num_nodes_B: Tensor) -> Tree:
+    """The tree of some of its nodes.
+
+    Args:
+        kept_BP: int64, ascending over the first num_nodes of a row; the root and, with every
+            node, its parent are among them. Entries behind are padding (any valid index).
+    """
+    place_BP = torch.zeros_like(tree.parents_BP)
+    nodes_P = torch.arange(kept_BP.shape[1], device=kept_BP.device)
+    place_BP.scatter_(1, kept_BP, nodes_P.expand_as(kept_BP))
+    live_BP = nodes_P < num_nodes_B[:, None]
+    parents_BP = place_BP.gather(1, tree.parents_BP.gather(1, kept_BP)).masked_fill(~live_BP, 0)
+    return Tree(
+        tree.tokens_BP.gather(1, kept_BP),
+        parents_BP,
+        tree.depths_BP.gather(1, kept_BP).masked_fill(~live_BP, 0),
         num_nodes_B,
     )
 

@@ -50,15 +50,8 @@ def verify_tree(
     """
     live_BP, parents_BP = tree.live_BP, tree.parents_BP
     tokens_BP = tree.tokens_BP.masked_fill(~live_BP, 0)
-    num_nodes = tokens_BP.shape[1]
-    earlier_PP = torch.ones(num_nodes, num_nodes, device=p_BPV.device).tril(-1).bool()
-    siblings_BPP = (parents_BP[:, :, None] == parents_BP[:, None]) & live_BP[:, None] & earlier_PP
-    # The same guess made again has nothing left to be accepted with.
-    again_BP = (siblings_BPP & (tokens_BP[:, :, None] == tokens_BP[:, None])).any(-1)
-
     rows_B1 = torch.arange(p_BPV.shape[0], device=p_BPV.device)[:, None]
-    p_x_BP = p_BPV[rows_B1, parents_BP, tokens_BP].masked_fill(again_BP | ~live_BP, 0.0)
-    left_BP = 1 - (siblings_BPP * p_x_BP[:, None]).sum(-1)
+    p_x_BP, left_BP, siblings_BPP = masses_of_guesses(p_BPV, tree)
     taken_BP = (accept_uniforms_BP * left_BP < p_x_BP) | (p_x_BP >= left_BP)
     taken_BP &= p_x_BP > 0  # never padding, and nothing impossible when `left` is rounded below 0
     taken_BP &= ~(siblings_BPP & taken_BP[:, None]).any(-1)  # the first of several
@@ -77,6 +70,20 @@ def verify_tree(
     return TreeVerdict(num_accepted_B, draw(weights_BV, num_accepted_B, final_uniforms_B), path_BA)
 
 
+def masses_of_guesses(p_BPV: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
+    """p of each guess, what the siblings before it leave, and which those are (bool [B, P, P])."""
+    live_BP, parents_BP = tree.live_BP, tree.parents_BP
+    tokens_BP = tree.tokens_BP.masked_fill(~live_BP, 0)
+    num_nodes = tokens_BP.shape[1]
+    earlier_PP = torch.ones(num_nodes, num_nodes, device=p_BPV.device).tril(-1).bool()
+    siblings_BPP = (parents_BP[:, :, None] == parents_BP[:, None]) & live_BP[:, None] & earlier_PP
+    # The same guess made again has nothing left to be accepted with.
+    again_BP = (siblings_BPP & (tokens_BP[:, :, None] == tokens_BP[:, None])).any(-1)
+    rows_B1 = torch.arange(p_BPV.shape[0], device=p_BPV.device)[:, None]
+    p_x_BP = p_BPV[rows_B1, parents_BP, tokens_BP].masked_fill(again_BP | ~live_BP, 0.0)
+    return p_x_BP, 1 - (siblings_BPP * p_x_BP[:, None]).sum(-1), siblings_BPP
+
+
 def _path(on_path_BP: Tensor, num_accepted_B: Tensor, length: int) -> Tensor:
     """Indices of the marked nodes in ascending order, then zeros."""
     first_BA = on_path_BP.long().sort(dim=-1, descending=True, stable=True).indices[:, :length]
@@ -85,10 +92,16 @@ def _path(on_path_BP: Tensor, num_accepted_B: Tensor, length: int) -> Tensor:
 
 
 class SiblingVerdict(NamedTuple):
-    """rank_B: the accepted candidate, or -1; rest_BV: what the next token is drawn from then."""
+    """What became of the candidates of one position in each row.
+
+    rank_B: the accepted candidate, or -1.
+    rest_BV: what the next token is drawn from where none was accepted.
+    chance_B: that one of these candidates is accepted, over the acceptance uniforms.
+    """
 
     rank_B: Tensor
     rest_BV: Tensor
+    chance_B: Tensor
 
 
 def judge_siblings(
@@ -112,23 +125,26 @@ def judge_siblings(
         replacement: whether a candidate could be drawn again.
     """
     rank_B = torch.full_like(num_B, -1)
-    rest_BV = p_BV
+    rest_BV, refused_B = p_BV, torch.ones_like(p_BV[:, 0])
     for c in range(tokens_BC.shape[1]):
-        open_B = (rank_B < 0) & (c < num_B)
-        x_B1 = tokens_BC[:, c : c + 1].masked_fill(~open_B[:, None], 0)
+        real_B = c < num_B
+        x_B1 = tokens_BC[:, c : c + 1].masked_fill(~real_B[:, None], 0)
         p_x_B, q_x_B = rest_BV.gather(1, x_B1)[:, 0], q_BV.gather(1, x_B1)[:, 0]
-        accept_B = (accept_uniforms_BC[:, c] * q_x_B < p_x_B) | ((p_x_B >= q_x_B) & (p_x_B > 0))
-        rank_B = torch.where(open_B & accept_B, c, rank_B)
-        rejected_B1 = (open_B & ~accept_B)[:, None]
+        certain_B = (p_x_B >= q_x_B) & (p_x_B > 0)
+        accept_B = (accept_uniforms_BC[:, c] * q_x_B < p_x_B) | certain_B
+        rank_B = torch.where((rank_B < 0) & real_B & accept_B, c, rank_B)
+        ratio_B = torch.where(certain_B, 1.0, p_x_B / q_x_B.clamp(min=1e-30))
+        refused_B = torch.where(real_B, refused_B * (1 - ratio_B), refused_B)
+        # From here on as if it had been rejected; an accepted rank stays.
         less_BV = (rest_BV - q_BV).clamp(min=0)
         total_B1 = less_BV.sum(-1, keepdim=True)
         less_BV = torch.where(total_B1 > 0, less_BV / total_B1, rest_BV)
-        rest_BV = torch.where(rejected_B1, less_BV, rest_BV)
+        rest_BV = torch.where(real_B[:, None], less_BV, rest_BV)
         if not replacement:
             fewer_BV = q_BV.scatter(1, x_B1, 0.0)
             fewer_BV = fewer_BV / fewer_BV.sum(-1, keepdim=True).clamp(min=1e-30)
-            q_BV = torch.where(rejected_B1, fewer_BV, q_BV)
-    return SiblingVerdict(rank_B, rest_BV)
+            q_BV = torch.where(real_B[:, None], fewer_BV, q_BV)
+    return SiblingVerdict(rank_B, rest_BV, 1 - refused_B)
 
 
 def verify_sampled_tree(
@@ -147,16 +163,12 @@ def verify_sampled_tree(
     Raises:
         UserError: p or q is NaN at the node that the next token is drawn from.
     """
-    live_BP, parents_BP = tree.live_BP, tree.parents_BP
     rows_B = torch.arange(p_BPV.shape[0], device=p_BPV.device)
     node_B = torch.zeros_like(tree.num_nodes_B)
     num_accepted_B, open_B = node_B, torch.ones_like(node_B, dtype=torch.bool)
     weights_BV, path = p_BPV[:, 0], [node_B]
     for _ in range(int(tree.depths_BP.max())):
-        is_child_BP = live_BP & (parents_BP == node_B[:, None])
-        num_B = is_child_BP.sum(-1)
-        children_BC = is_child_BP.long().sort(dim=-1, descending=True, stable=True).indices
-        children_BC = children_BC[:, : int(num_B.max())]
+        children_BC, num_B = _children(tree, node_B)
         verdict = judge_siblings(
             p_BPV[rows_B, node_B],
             tree.tokens_BP.gather(1, children_BC),
@@ -176,3 +188,35 @@ def verify_sampled_tree(
         open_B = moved_B
     next_token_B = draw(weights_BV, num_accepted_B, final_uniforms_B)
     return TreeVerdict(num_accepted_B, next_token_B, torch.stack(path, 1))
+
+
+def chances_BA(
+    p_BPV: Tensor, tree: Tree, q_BPV: Tensor | None, path_BA: Tensor, replacement: bool
+) -> Tensor:
+    """The chance at each node of a path that one of its guesses is accepted; NaN without guesses.
+
+    Args: as verify_tree (q_BPV None) and verify_sampled_tree.
+    """
+    rows_B, columns = torch.arange(p_BPV.shape[0], device=p_BPV.device), []
+    for node_B in path_BA.unbind(1):
+        children_BC, num_B = _children(tree, node_B)
+        tokens_BC, p_BV = tree.tokens_BP.gather(1, children_BC), p_BPV[rows_B, node_B]
+        if q_BPV is None:
+            real_BC = torch.arange(tokens_BC.shape[1], device=num_B.device) < num_B[:, None]
+            places_BC = tokens_BC.masked_fill(~real_BC, 0)
+            guessed_BV = torch.zeros_like(p_BV).scatter_add_(1, places_BC, real_BC.to(p_BV.dtype))
+            chance_B = (p_BV * (guessed_BV > 0)).sum(-1)
+        else:
+            ones_BC = torch.ones_like(tokens_BC, dtype=p_BV.dtype)
+            q_BV = q_BPV[rows_B, node_B]
+            chance_B = judge_siblings(p_BV, tokens_BC, num_B, q_BV, ones_BC, replacement).chance_B
+        columns.append(torch.where(num_B > 0, chance_B, torch.nan))
+    return torch.stack(columns, 1)
+
+
+def _children(tree: Tree, node_B: Tensor) -> tuple[Tensor, Tensor]:
+    """The children of one node of each row in order (then padding), and how many they are."""
+    is_child_BP = tree.live_BP & (tree.parents_BP == node_B[:, None])
+    num_B = is_child_BP.sum(-1)
+    children_BP = is_child_BP.long().sort(dim=-1, descending=True, stable=True).indices
+    return children_BP[:, : int(num_B.max())], num_B

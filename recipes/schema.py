@@ -148,6 +148,12 @@ class EvalSection(Section):
         description="with verification tree: num_nodes/depth/top_k of EAGLE-2's trees, or children "
         "a node on each level, as 3,2,1",
     )
+    siblings: Literal["top", "with_replacement", "without_replacement"] = Field(
+        default="top",
+        description="guesses below a node of a tree: the drafter's likeliest tokens; draws from it "
+        "that may repeat (SpecInfer); draws that differ (Sequoia). Drawn ones need children a "
+        "level; at temperature 0 all are top",
+    )
     num_draft_tokens: Count = Field(default=4, description="tokens proposed a round")
     max_new_tokens: Count = Field(default=128, description="tokens an answer, at most")
     batch_size: Count = Field(default=1, description="prompts side by side; 1 = latency")
@@ -218,8 +224,21 @@ class EvalSection(Section):
             raise ValueError(f"lookup_min={self.lookup_min} is above lookup_max={self.lookup_max}")
         if self.verification == "tree" and "drafter" not in self.drafters:
             raise ValueError("verification: tree needs drafter in drafters; lookup has one guess")
-        if self.verification == "tree" and self.draft_sampling == "sampled":
-            raise ValueError("verification: tree needs draft_sampling: greedy")
+        drawn = self.siblings != "top"
+        if drawn and self.verification != "tree":
+            raise ValueError(f"siblings: {self.siblings} needs verification: tree")
+        if drawn and "/" in self.tree:
+            raise ValueError(
+                f"siblings: {self.siblings} needs tree as children a level, such as 3,2,1, not "
+                f"{self.tree}: which nodes are kept may not depend on what was drawn"
+            )
+        if drawn and self.draft_sampling == "greedy":
+            raise ValueError(f"siblings: {self.siblings} needs draft_sampling: sampled")
+        if self.verification == "tree" and self.draft_sampling == "sampled" and not drawn:
+            raise ValueError(
+                "verification: tree with draft_sampling: sampled needs siblings: with_replacement "
+                "or without_replacement; or draft_sampling: greedy"
+            )
         return self
 
 

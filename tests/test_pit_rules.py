@@ -60,7 +60,9 @@ def drawn_siblings(replacement: bool) -> Emitted:
     rest_NV = q_NV if replacement else q_NV.scatter(1, first_N[:, None], 0.0)
     tokens_NC = torch.stack([first_N, sample(rest_NV, torch.rand(N))], 1)
     both_N = torch.full((N,), 2)
-    rank_N, left_NV = judge_siblings(p_NV, tokens_NC, both_N, q_NV, torch.rand(N, 2), replacement)
+    rank_N, left_NV, _ = judge_siblings(
+        p_NV, tokens_NC, both_N, q_NV, torch.rand(N, 2), replacement
+    )
     taken_N = tokens_NC.gather(1, rank_N.clamp(min=0)[:, None])[:, 0]
     emitted_N = torch.where(rank_N < 0, sample(left_NV, torch.rand(N)), taken_N)
     return Emitted(p_NV[:, None], emitted_N[:, None], torch.ones_like(both_N), q_NV[:, None])

@@ -281,7 +281,7 @@ def test_a_dynamic_tree_holds_the_likeliest_nodes():
     drafter, spec = random_eagle(target), DynamicTree(11, 4, 3)
     state, root_B = started(target, drafter, PROMPTS)
     lengths = state.cache.lengths_B.clone()
-    tree = grow(drafter, state, root_B, spec, 4, Sampling())
+    tree = grow(drafter, state, root_B, spec, 4, Sampling(), torch.rand(4, 60)).tree
     assert torch.equal(state.cache.lengths_B, lengths)
     assert tree.num_nodes_B.tolist() == [12] * 4
     assert bool((tree.depths_BP.diff(dim=1) >= 0).all())
@@ -301,7 +301,8 @@ def test_a_fixed_tree_holds_the_likeliest_children_of_every_node():
     target = small_target()
     drafter = random_eagle(target)
     state, root_B = started(target, drafter, PROMPTS[:2])
-    tree = grow(drafter, state, root_B, FixedTree((3, 2, 1)), 3, Sampling())
+    none_BM = torch.rand(2, 15)  # nothing is drawn
+    tree = grow(drafter, state, root_B, FixedTree((3, 2, 1)), 3, Sampling(), none_BM).tree
     assert tree.depths_BP[0].tolist() == [0] + [1] * 3 + [2] * 6 + [3] * 6
     for prompt, paths in zip(PROMPTS, paths_of(tree), strict=False):
         for path in paths:
@@ -316,13 +317,14 @@ def test_a_chain_grows_as_it_is_proposed():
     target = small_target()
     drafter = random_eagle(target)
     state, root_B = started(target, drafter, PROMPTS)
-    tree = grow(drafter, state, root_B, FixedTree((1, 1, 1, 1)), 4, Sampling())
+    spec, none_BM = FixedTree((1, 1, 1, 1)), torch.rand(4, 4)  # nothing is drawn
+    tree = grow(drafter, state, root_B, spec, 4, Sampling(), none_BM).tree
     proposal = drafter.propose(state, 4, Sampling(), None)
     expected = chain(root_B, proposal.tokens_BK, proposal.num_proposed_B)
     assert all(torch.equal(a, b) for a, b in zip(tree, expected, strict=True))
     penalised = Sampling(repetition_penalty=3.0)
     seen_BV = torch.zeros(4, 12, dtype=torch.bool)
-    tree = grow(drafter, state, root_B, FixedTree((1, 1, 1, 1)), 4, penalised, seen_BV)
+    tree = grow(drafter, state, root_B, spec, 4, penalised, none_BM, seen_BV).tree
     proposal = drafter.propose(state, 4, penalised, None, seen_BV)
     assert torch.equal(tree.tokens_BP[:, 1:], proposal.tokens_BK)
     assert not bool(seen_BV.any())  # what was handed in is left alone
