@@ -51,7 +51,7 @@ class TrainSection(Section):
     optimizer: Literal["adamw", "adamw8bit"] = Field(
         default="adamw",
         description="adamw8bit: moments in 8 bits, 2 bytes a weight in place of 8; needs "
-        "bitsandbytes and CUDA",
+        "bitsandbytes; one process or DDP",
     )
     activation_checkpointing: bool = Field(
         default=False,

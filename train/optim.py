@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from recipes.errors import UserError
 from recipes.train_section import TrainSection
 
+SMALLEST_8_BIT = 4096  # bitsandbytes keeps the moments of smaller tensors in fp32
+
 
 def param_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Trainable parameters in two groups: matrices with decay; norms, biases and scales without.
@@ -30,22 +32,33 @@ def build_optimizer(module: nn.Module, section: TrainSection) -> torch.optim.Opt
     """AdamW as the recipe says. The loop sets the rate before every step (lr_factor, set_lr).
 
     Raises:
-        UserError: the 8-bit one where its library or its device is missing.
+        UserError: the 8-bit one where its library is missing or does not run on this device.
     """
     groups = param_groups(module, section.weight_decay)
     if section.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, fused=True)
-    device = next(module.parameters()).device
-    if device.type != "cuda":
-        raise UserError(
-            f"train.optimizer=adamw8bit needs CUDA; the drafter lies on {device.type}; set adamw"
-        )
+    return _adamw_8_bit(groups, section, next(module.parameters()).device)
+
+
+def _adamw_8_bit(
+    groups: list[dict[str, object]], section: TrainSection, device: torch.device
+) -> torch.optim.Optimizer:
+    """AdamW of bitsandbytes, tried on a small tensor first: which devices it knows has changed."""
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise UserError(
             f"train.optimizer=adamw8bit needs bitsandbytes ({error}): pip install bitsandbytes, or "
             "set adamw"
+        ) from error
+    probe = torch.zeros(SMALLEST_8_BIT, device=device, requires_grad=True)
+    probe.grad = torch.zeros_like(probe)
+    try:
+        AdamW8bit([probe]).step()
+    except Exception as error:  # what it raises differs by version and device
+        raise UserError(
+            f"train.optimizer=adamw8bit does not run on {device.type} with this bitsandbytes "
+            f"({type(error).__name__}: {error}): pip install -U bitsandbytes, or set adamw"
         ) from error
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=section.lr, betas=section.betas)
     return optimizer

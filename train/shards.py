@@ -47,8 +47,14 @@ def prepare(
     """Hand module and optimizer to the launcher's engine.
 
     Raises:
-        UserError: weights that should have been divided are not.
+        UserError: weights that should have been divided are not; moments that cannot be divided.
     """
+    divides = uses_fsdp(accelerator) or zero_stage(accelerator) > 0
+    if divides and type(optimizer) is not torch.optim.AdamW:
+        raise UserError(
+            "train.optimizer=adamw8bit keeps whole moments on every process: use "
+            "recipes/accelerate/ddp.yaml, or set adamw"
+        )
     if uses_fsdp(accelerator):
         accelerator.state.distributed_type = DistributedType.FSDP
     model, optimizer = accelerator.prepare(module, optimizer)
@@ -181,9 +187,11 @@ def set_moments(
     state = _plain(optimizer).state
     for name, parameter in _trained(accelerator, model):
         keys = [key for key in moments if key.rpartition(".")[0] == name]
-        values = {  # copied: memory as aligned as that of a run that never stopped
+        values: dict[str, Any] = {  # copied: memory as aligned as that of a run that never stopped
             key.rpartition(".")[2]: moments[key].to(parameter.device, copy=True) for key in keys
         }
+        if values and not values["step"].is_floating_point():
+            values["step"] = int(values["step"])  # bitsandbytes counts in a Python number
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
             for key, value in values.items():
