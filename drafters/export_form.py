@@ -45,6 +45,7 @@ class ExportForm:
     sglang: (shape, form, number of draft tokens) -> options of sglang.launch_server beside the two
         models; None where SGLang does not serve that.
     num_tokens: (shape, wanted number of draft tokens) -> the number that an engine must be told.
+    engine_note: what vLLM needs to serve this beyond what every drafter needs; empty = nothing.
     """
 
     title: str
@@ -60,6 +61,7 @@ class ExportForm:
     renamed: dict[Form, dict[str, str]] = field(default_factory=dict)
     sglang: Callable[[Any, Form, int], list[str] | None] = not_for_sglang
     num_tokens: Callable[[Any, int], int] = as_wanted
+    engine_note: str = ""
 
     def names_of(self, form: Form) -> dict[str, str]:
         """The table of one form."""

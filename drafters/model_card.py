@@ -125,6 +125,8 @@ def _lines(facts: CardFacts, findings: Findings) -> list[str]:
     ]
     for engine, line in serve_lines(facts, findings).items():
         lines += [f"{engine}:", "", "```", line, "```", ""]
+    if names.engine_note:
+        lines += [f"{names.engine_note}.", ""]
     if "SGLang" not in serve_lines(facts, findings) and "sglang" in names.forms:
         lines += ["SGLang reads the form that `python train/export.py --format sglang` writes.", ""]
     lines.append(f"`{INFO}` holds the recipe, the commit and the versions.")
