@@ -290,6 +290,16 @@ class Recipe(Section):
         return values
 
     @model_validator(mode="after")
+    def _check_medusa(self) -> Self:
+        section, num_steps = self.drafter, self.loss.num_steps
+        if section.method == "medusa" and num_steps < section.num_heads:
+            raise ValueError(
+                f"loss.num_steps={num_steps} leaves heads of drafter.num_heads={section.num_heads} "
+                f"untrained; set loss.num_steps: {section.num_heads}, or fewer heads"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_language_model(self) -> Self:
         section, share = self.drafter, self.train.on_policy_share
         if section.method == "small_lm" and self.loss.num_steps != 1:

@@ -116,7 +116,7 @@ def two(
 def launched(command: list[str]) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, *command],
-        cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600,
+        cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
 
 
