@@ -43,8 +43,9 @@ temperature, batch size and number of draft tokens gives one file in RESULTS, wh
 hash of all settings; files that are newer than the export are not measured again. Compare them with
 eval/leaderboard.py. --plan measures costs and acceptance in a minute, predicts the speedup of
 1 to 16 draft tokens, and writes RESULTS/plan.json with the number to serve with.
---certify draws 10,000 tokens in each of two or three settings, writes RESULTS/certificate_NAME.json
-and exits with 0 if the drafter loses nothing, else with 1 (2: wrong usage)."""
+--certify draws 10,000 tokens in each of one to three settings under the recipe's verification
+(token, block or tree), writes RESULTS/certificate_NAME.json (NAME_block, NAME_tree) and exits with
+0 if the drafter loses nothing, else with 1 (2: wrong usage)."""
 
 
 def parse_arguments() -> argparse.Namespace:

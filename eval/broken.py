@@ -10,31 +10,31 @@ Dimensions: B rows, K proposed tokens, S = K + 1, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from data.sampling import sample
-from eval.rounds import VerifyInputs
-from eval.verify import Verdict, verify_token
+from eval.rounds import Verifier, VerifyInputs
+from eval.verify import Verdict, verify_block, verify_token
+
+X = TypeVar("X")
 
 
-class Fault(NamedTuple):
+@dataclass(frozen=True)
+class Fault(Generic[X]):
     """A broken verifier. applies: whether it does something wrong in a round with such inputs."""
 
     what: str
-    applies: Callable[[VerifyInputs], bool]
-    verify: Callable[[VerifyInputs], Verdict]
-
-    def judge(self, x: VerifyInputs) -> Verdict:
-        """For use in the loop: right in rounds where it does not apply (no proposal, say)."""
-        return self.verify(x) if self.applies(x) else token_rule(x)
+    applies: Callable[[X], bool]
+    verify: Callable[[X], Any]
 
 
 def token_rule(x: VerifyInputs) -> Verdict:
-    """The rule that the others are broken versions of."""
+    """eval.verify.verify_token of a round."""
     return verify_token(
         x.p_BSV,
         x.tokens_BK,
@@ -45,38 +45,53 @@ def token_rule(x: VerifyInputs) -> Verdict:
     )
 
 
-def replacement_from_p(x: VerifyInputs) -> Verdict:
+def block_rule(x: VerifyInputs) -> Verdict:
+    """eval.verify.verify_block of a round."""
+    return verify_block(
+        x.p_BSV,
+        x.tokens_BK,
+        x.num_proposed_B,
+        x.q_BKV,
+        x.accept_uniforms_BK,
+        x.final_uniforms_B,
+    )
+
+
+RULES: dict[str, Verifier] = {"token": token_rule, "block": block_rule}
+
+
+def replacement_from_p(x: VerifyInputs, rule: Verifier) -> Verdict:
     """After a rejection the token comes from p, not from the residual."""
-    verdict = token_rule(x)
+    verdict = rule(x)
     return Verdict(verdict.num_accepted_B, _draw_at(x, verdict.num_accepted_B))
 
 
-def reused_uniform(x: VerifyInputs) -> Verdict:
+def reused_uniform(x: VerifyInputs, rule: Verifier) -> Verdict:
     """The number that drew a token decides whether it is accepted, too."""
-    return token_rule(replace(x, accept_uniforms_BK=x.draft_uniforms_BK))
+    return rule(replace(x, accept_uniforms_BK=x.draft_uniforms_BK))
 
 
-def previous_q(x: VerifyInputs) -> Verdict:
+def previous_q(x: VerifyInputs, rule: Verifier) -> Verdict:
     """Every token but the first is judged by the q of the token before it."""
     assert x.q_BKV is not None
-    return token_rule(replace(x, q_BKV=torch.cat([x.q_BKV[:, :1], x.q_BKV[:, :-1]], 1)))
+    return rule(replace(x, q_BKV=torch.cat([x.q_BKV[:, :1], x.q_BKV[:, :-1]], 1)))
 
 
-def unfiltered_q(x: VerifyInputs) -> Verdict:
+def unfiltered_q(x: VerifyInputs, rule: Verifier) -> Verdict:
     """q is taken before top-k and top-p, but the token was drawn after them."""
     assert x.laws is not None
-    return token_rule(replace(x, q_BKV=x.laws.unfiltered_BKV))
+    return rule(replace(x, q_BKV=x.laws.unfiltered_BKV))
 
 
-def argmax_as_drawn(x: VerifyInputs) -> Verdict:
+def argmax_as_drawn(x: VerifyInputs, rule: Verifier) -> Verdict:
     """The drafter's most likely token is judged as if it had been drawn from q."""
     assert x.laws is not None
-    return token_rule(replace(x, q_BKV=x.laws.final_BKV))
+    return rule(replace(x, q_BKV=x.laws.final_BKV))
 
 
-def early_bonus(x: VerifyInputs) -> Verdict:
+def early_bonus(x: VerifyInputs, rule: Verifier) -> Verdict:
     """The bonus token is drawn from the distribution one position before its own."""
-    verdict = token_rule(x)
+    verdict = rule(x)
     all_B = (verdict.num_accepted_B == x.num_proposed_B) & (x.num_proposed_B > 0)
     early_B = _draw_at(x, (verdict.num_accepted_B - 1).clamp(min=0))
     return Verdict(verdict.num_accepted_B, torch.where(all_B, early_B, verdict.next_token_B))
@@ -109,17 +124,17 @@ def _chosen(x: VerifyInputs) -> bool:
     return x.q_BKV is None and x.laws is not None
 
 
-FAULTS: dict[str, Fault] = {
-    "replacement_from_p": Fault(
-        "after a rejection draws from p, not from the residual", _any, replacement_from_p
-    ),
-    "reused_uniform": Fault(
-        "accepts with the random number that drew the draft", _drawn, reused_uniform
-    ),
-    "previous_q": Fault("judges by q of the previous position", _drawn_twice, previous_q),
-    "unfiltered_q": Fault("takes q before top-p", _drawn_filtered, unfiltered_q),
-    "early_bonus": Fault("draws the bonus one position early", _any, early_bonus),
-    "argmax_as_drawn": Fault(
-        "judges an argmax draft as if it had been drawn", _chosen, argmax_as_drawn
-    ),
-}
+def faults_of(rule: Verifier) -> dict[str, Fault[VerifyInputs]]:
+    """All the ways in which this rule for chains is broken."""
+    broken = [
+        (replacement_from_p, _any, "after a rejection draws from p, not from the residual"),
+        (reused_uniform, _drawn, "accepts with the random number that drew the draft"),
+        (previous_q, _drawn_twice, "judges by q of the previous position"),
+        (unfiltered_q, _drawn_filtered, "takes q before top-p"),
+        (early_bonus, _any, "draws the bonus one position early"),
+        (argmax_as_drawn, _chosen, "judges an argmax draft as if it had been drawn"),
+    ]
+    return {
+        verify.__name__: Fault(what, applies, partial(verify, rule=rule))
+        for verify, applies, what in broken
+    }

@@ -16,8 +16,10 @@ from recipes.errors import UserError
 
 
 def certificate_path(plan: Plan, name: str) -> Path:
-    """File of one of eval.drafters."""
-    return plan.results / f"certificate_{name}.json"
+    """File of one of eval.drafters; where not tokens of a chain are judged, its name says it."""
+    rule = plan.recipe.eval.verification
+    words = [name] if rule == "token" else [name, rule]
+    return plan.results / f"certificate_{'_'.join(words)}.json"
 
 
 def run_certificates(
@@ -25,6 +27,7 @@ def run_certificates(
 ) -> list[Certificate]:
     """Certify all of eval.drafters on the first turns of the tasks' prompts and write the files.
 
+    Of trees, which lookup does not grow, the trained drafter alone.
     Greedy tokens are compared in float32 whatever the recipe's dtype, on eval.greedy_check_prompts
     prompts; the law is that of the recipe's dtype.
 
@@ -32,7 +35,8 @@ def run_certificates(
         UserError: the tasks have no prompts.
     """
     recipe = plan.recipe
-    section, kwargs, names = recipe.eval, recipe.data.template_kwargs, recipe.eval.drafters
+    section, kwargs = recipe.eval, recipe.data.template_kwargs
+    names = ["drafter"] if section.verification == "tree" else section.drafters
     prompts = check_prompts(tasks, sum(len(task.prompts) for task in tasks))
     if not prompts:
         raise UserError("eval.tasks: no prompts to certify on; name a task that has some")
@@ -60,15 +64,18 @@ def run_certificates(
 
 def to_text(certificate: Certificate) -> str:
     """What became of each broken verifier, and the setting, a line each; then the verdict."""
-    lines = [f"{certificate['drafter']}:"]
+    lines = [f"{certificate['drafter']}, {certificate['certified']}:"]
     for law in certificate["laws"]:
         shown = "-" if law["p_value"] is None else f"{law['p_value']:.2g}"
         lines.append(f"  drawn at {law['setting']}: {law['num_tokens']:,} tokens, p={shown}")
     for fault in certificate["power"]:
         about = "at least" if fault["at_least"] else "about"
+        takes = f"takes {about} {fault['tokens_needed']:,}"
+        if not fault["num_other"]:
+            takes = f"emits what the right one does in all of {fault['num_rounds']:,} rounds"
         lines.append(
             f"  broken: {fault['what']} (at {fault['setting']}): {fault['num_tokens']:,} tokens, "
-            f"p={fault['p_value']:.2g}, takes {about} {fault['tokens_needed']:,}"
+            f"p={fault['p_value']:.2g}, {takes}"
         )
     if (floor := certificate["floor"]) is not None:
         lines.append(

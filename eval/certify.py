@@ -12,6 +12,7 @@ The broken verifiers are replayed beside the right loop, see eval.replays.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from typing_extensions import TypedDict
@@ -20,13 +21,18 @@ from data.target import Target
 from drafters.base import DecodingDrafter
 from drafters.lookup import UNTRAINED
 from eval.arms import unseen
-from eval.broken import FAULTS, Fault
+from eval.certify_settings import (
+    ChainSetting,
+    Setting,
+    certificate_settings,
+    certified,
+)
 from eval.decode import decode
+from eval.decode_tree import decode_tree
 from eval.lossless import GreedyComparison, ks_distance, pit_p_value, tokens_needed
-from eval.measure import decode_settings
+from eval.measure import decode_settings, tree_of
 from eval.replays import CONTROL, Replays
 from eval.rounding import Floor, half_precision
-from eval.rounds import DecodeSettings
 from recipes.schema import EvalSection
 
 LEVEL = 1e-3  # a right loop fails at most this often, a broken one must be below it
@@ -49,6 +55,8 @@ class Caught(TypedDict):
     what: str
     setting: str
     num_tokens: int
+    num_rounds: int  # that it judged, over all replays
+    num_other: int  # of these, it emitted other tokens than the right rule with the same numbers
     p_value: float
     caught: bool  # p_value < LEVEL
     distance: float  # of its law to the target's: largest KS distance of the three orders
@@ -60,6 +68,10 @@ class Certificate(TypedDict):
     """All findings on one drafter; `line` says them in one line."""
 
     drafter: str
+    certified: str  # what it is of, in words
+    verification: str
+    tree: str | None
+    siblings: str | None
     passed: bool
     line: str
     greedy_identical: str | None  # "8/8" in float32
@@ -68,58 +80,24 @@ class Certificate(TypedDict):
     pit_p_value: float | None  # the smallest of laws, times their number
     pit_num_tokens: int
     control_p_value: float | None  # of the right rule, replayed as the broken ones are
+    certain: bool  # drafter and target agreed at every position: nothing could be rejected
     power: list[Caught]
-
-
-def certificate_settings(
-    section: EvalSection, draws: bool
-) -> list[tuple[DecodeSettings, dict[str, Fault]]]:
-    """How tokens are drawn for a certificate, and which faults are replayed there.
-
-    The first setting is the recipe's, at its highest temperature (1 if it has none above 0). Most
-    faults show only with drafts that were drawn, two a round and cut by top-p; where the recipe
-    has not all of that, a second setting has. `draws`: whether the drafter can draw.
-    """
-    temperature = max(section.temperatures) or 1.0
-    measured = decode_settings(section, temperature)
-    measured = replace(measured, sampling=replace(measured.sampling, keep_laws=True))
-    if not draws:
-        return [(measured, FAULTS)]
-    sampling = measured.sampling
-    drawn = replace(
-        measured,
-        num_draft=max(2, measured.num_draft),
-        sampling=replace(sampling, draft_sampled=True, top_p=min(0.9, sampling.top_p)),
-    )
-    chosen = replace(measured, sampling=replace(sampling, draft_sampled=False))
-    of_chosen = {"argmax_as_drawn": FAULTS["argmax_as_drawn"]}
-    of_drawn = {name: fault for name, fault in FAULTS.items() if name not in of_chosen}
-    if measured == drawn:
-        return [(drawn, of_drawn), (chosen, of_chosen)]
-    if measured == chosen:
-        return [(chosen, of_chosen), (drawn, of_drawn)]
-    return [(measured, {}), (drawn, of_drawn), (chosen, of_chosen)]
-
-
-def describe(settings: DecodeSettings) -> str:
-    """A setting in words, such as "T=1, top-p 0.9, 2 drafts drawn"."""
-    s = settings.sampling
-    filters = [f"top-p {s.top_p:g}"] if s.top_p < 1 else []
-    filters += [f"top-k {s.top_k}"] if s.top_k else []
-    how = "drawn" if s.draft_sampled else "chosen outright"
-    return ", ".join([f"T={s.temperature:g}", *filters, f"{settings.num_draft} drafts {how}"])
 
 
 def draw_tokens(
     target: Target,
     drafter: DecodingDrafter,
     prompts: Sequence[list[int]],
-    settings: DecodeSettings,
+    setting: Setting,
+    verify: Callable[[Any], Any],
     batch_size: int,
     num_tokens: int,
     advance: Callable[[int], None] = unseen,
 ) -> list[list[float]]:
     """Answer the prompts, again and again with other seeds, until there are num_tokens or more.
+
+    Args:
+        verify: judges every round.
 
     Returns:
         The transforms of all emitted tokens (Decoded.pit).
@@ -129,7 +107,14 @@ def draw_tokens(
     while len(pit) < num_tokens:
         first = place % len(prompts)
         batch = list(prompts[first : first + batch_size])
-        rows, _ = decode(target, drafter, batch, settings, range(place, place + len(batch)))
+        seeds = range(place, place + len(batch))
+        if isinstance(setting, ChainSetting):
+            settings = replace(setting.settings, verifier=verify)
+            rows, _ = decode(target, drafter, batch, settings, seeds)
+        else:
+            rows, _ = decode_tree(
+                target, drafter, batch, setting.settings, setting.spec, seeds, verify=verify
+            )
         place += len(batch)
         new = [value for row in rows for value in row.pit]
         pit += new
@@ -137,7 +122,7 @@ def draw_tokens(
     return pit
 
 
-def judge(replays: Replays, setting: str, num_tokens: int) -> list[Caught]:
+def judge(replays: Replays[Any], setting: str, num_tokens: int) -> list[Caught]:
     """What the test said about num_tokens of each broken verifier that was replayed."""
     found: list[Caught] = []
     for name, rule in replays.rules.items():
@@ -153,6 +138,8 @@ def judge(replays: Replays, setting: str, num_tokens: int) -> list[Caught]:
                 "what": rule.what,
                 "setting": setting,
                 "num_tokens": len(first),
+                "num_rounds": replays.num_rounds[name],
+                "num_other": replays.num_other[name],
                 "p_value": p_value,
                 "caught": p_value < LEVEL,
                 "distance": distance,
@@ -185,19 +172,25 @@ def certify(
     laws: list[Law] = []
     power: list[Caught] = []
     controls: list[list[float]] = []
-    for settings, faults in certificate_settings(section, name not in UNTRAINED):
-        replays = Replays(settings.verify, faults, NUM_REPLAYS, section.seed)
-        with_replays = replace(settings, verifier=replays) if faults else settings
+    certain = True
+    for setting in certificate_settings(section, name not in UNTRAINED):
+        replays = setting.replays(NUM_REPLAYS, section.seed)
         pit = draw_tokens(
-            target, drafter, prompts, with_replays, section.batch_size, num_tokens, advance
+            target, drafter, prompts, setting, replays, section.batch_size, num_tokens, advance
         )
-        text = describe(settings)
+        text = str(setting)
         laws.append({"setting": text, "num_tokens": len(pit), "p_value": pit_p_value(pit)})
         power += judge(replays, text, num_tokens)
-        controls += replays.pooled(CONTROL, 1)
+        certain &= replays.certain
+        if setting.faults:
+            controls += replays.pooled(CONTROL, 1)
     known = [law["p_value"] for law in laws if law["p_value"] is not None]
     certificate: Certificate = {
         "drafter": name,
+        "certified": certified(section),
+        "verification": section.verification,
+        "tree": section.tree if section.verification == "tree" else None,
+        "siblings": section.siblings if section.verification == "tree" else None,
         "passed": False,
         "line": "",
         "greedy_identical": greedy and f"{greedy.num_identical}/{greedy.num_prompts}",
@@ -206,12 +199,18 @@ def certify(
         "pit_p_value": min(1.0, len(known) * min(known)) if known else None,
         "pit_num_tokens": sum(law["num_tokens"] for law in laws),
         "control_p_value": pit_p_value(controls),
+        "certain": certain,
         "power": power,
     }
     if target.dtype != torch.float32 and section.greedy_check_prompts:
         few = list(prompts[: section.greedy_check_prompts])
         certificate["floor"] = half_precision(
-            target, drafter, few, decode_settings(section, 0.0), section.batch_size
+            target,
+            drafter,
+            few,
+            decode_settings(section, 0.0),
+            section.batch_size,
+            tree_of(section),
         )
     return conclude(certificate)
 
@@ -228,6 +227,11 @@ def conclude(certificate: Certificate) -> Certificate:
     if the drafter leaves the target's path more often than rounding does, or if no broken
     verifier is caught (a test that sees nothing certifies nothing). A fault too small for this
     many tokens fails nothing; the line says how many it takes.
+
+    One kind of fault can be caught by no number of tokens: where the broken verifier emits what
+    the right one does, in every round and with the same random numbers. On a pair with q = p,
+    say, nothing is rejected, so it does not matter what comes after a rejection. If all of them
+    are of that kind, there was nothing to catch, and that fails nothing either; the line says so.
     """
     c = certificate
     greedy, p_value, control, floor = (
@@ -237,6 +241,7 @@ def conclude(certificate: Certificate) -> Certificate:
         c["floor"],
     )
     caught = [fault for fault in c["power"] if fault["caught"]]
+    nothing_to_catch = bool(c["power"]) and all(changes_nothing(f) for f in c["power"])
     bad = []
     if greedy is not None and len(set(greedy.split("/"))) != 1:
         bad.append("greedy tokens differ from the target's")
@@ -246,16 +251,38 @@ def conclude(certificate: Certificate) -> Certificate:
         bad.append("the control was rejected")
     if floor is not None and floor["p_value"] < LEVEL:
         bad.append(f"more divergences in {floor['dtype']} than rounding makes")
-    if not caught:
+    if not caught and not nothing_to_catch:
         bad.append("no broken verifier was caught")
     parts = [f"greedy {greedy}" if greedy else "greedy not compared"]
     if p_value is not None:
         parts[0] += f", PIT p={p_value:.2g} over {c['pit_num_tokens']:,} tokens"
-    parts.append(f"{len(caught)} of {len(c['power'])} broken verifiers caught")
-    for fault in c["power"]:
-        if not fault["caught"]:
+    if c["certain"] and c["power"]:
+        parts.append("drafter and target agree at every position, so nothing can be rejected")
+    parts += ["nothing to catch"] if nothing_to_catch else []
+    parts += power_in_words(c["power"])
+    verdict = "FAIL: " + ", ".join(bad) if bad else "PASS"
+    line = f"losslessness certificate ({c['certified']}): {verdict} ({'; '.join(parts)})"
+    return {**c, "passed": not bad, "line": line}
+
+
+def changes_nothing(fault: Caught) -> bool:
+    """Whether it emitted what the right rule did in every round, with the same random numbers."""
+    return not fault["num_other"] and not fault["caught"]
+
+
+def power_in_words(power: list[Caught]) -> list[str]:
+    """How many were caught, and what is to be said of the others."""
+    alike = [fault for fault in power if changes_nothing(fault)]
+    parts = []
+    if len(alike) < len(power) or not power:
+        num_caught = sum(fault["caught"] for fault in power)
+        parts.append(f"{num_caught} of {len(power) - len(alike)} broken verifiers caught")
+    for fault in power:
+        if not fault["caught"] and fault not in alike:
             about = "at least" if fault["at_least"] else "about"
             parts.append(f"{fault['verifier']} takes {about} {fault['tokens_needed']:,} tokens")
-    verdict = "FAIL: " + ", ".join(bad) if bad else "PASS"
-    line = f"losslessness certificate: {verdict} ({'; '.join(parts)})"
-    return {**c, "passed": not bad, "line": line}
+    if alike:
+        names = ", ".join(fault["verifier"] for fault in alike)
+        rounds = min(fault["num_rounds"] for fault in alike)
+        parts.append(f"in all of {rounds:,} rounds these emit what the right rule does: {names}")
+    return parts

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.files import read_json, write_json, write_text
 from eval.board_page import make_samples, to_html
+from eval.record import validate
 from eval.report import (
     ORDER,
     make_rows,
@@ -52,10 +54,22 @@ def find_records(paths: list[Path]) -> list[Path]:
     return list({file.resolve(): file for file in found}.values())
 
 
-def find_certificate(file: Path) -> dict[str, Any] | None:
-    """That of NAME_T*.json lies beside it as certificate_NAME.json."""
-    path = file.with_name(f"certificate_{file.name.partition('_T')[0]}.json")
-    return read_certificate(read_json(path), str(path)) if path.is_file() else None
+def find_certificate(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """That of NAME_T*.json lies beside it as certificate_NAME.json, or ..._block.json, _tree.json.
+
+    Args:
+        settings: of the record; a certificate of another rule or tree says nothing of it.
+    """
+    name, rule = file.name.partition("_T")[0], settings["verification"]
+    words = [name] if rule == "token" else [name, rule]
+    path = file.with_name(f"certificate_{'_'.join(words)}.json")
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    of_another = rule == "tree" and any(
+        found.get(key) != settings.get(key) for key in ("tree", "siblings")
+    )
+    return None if of_another else read_certificate(found, str(path))
 
 
 def main() -> None:
@@ -71,7 +85,9 @@ def main() -> None:
     samples: list[dict[str, Any]] = []
     for file in find_records(arguments.results):
         record = read_json(file)
-        rows += make_rows(record, str(file), find_certificate(file))
+        rows += make_rows(
+            record, str(file), find_certificate(file, validate(record, str(file))["settings"])
+        )
         samples += make_samples(record, str(file))
     if not rows:
         raise UserError("the results hold no task; run eval/bench.py with --tasks")

@@ -1,80 +1,117 @@
 """Broken verifiers beside the right one: what they would emit in the rounds that it judges.
 
 That is cheaper than a run of each. In every round that the right rule judges, they judge the same
-p, q and proposal with acceptance and final numbers of their own, and what they would emit is
+p, q and guesses with acceptance and final numbers of their own, and what they would emit is
 transformed. This is one round of the broken loop, to the letter, from a state that the target's
 law visits (the broken loop itself would visit others); p at every emitted position is the law
-given its true prefix, for what a rule emits is accepted tokens of this proposal and one token
+given its true prefix, for what a rule emits is accepted guesses of this round and one token
 behind them. What lies behind an end token is kept: it has a law as well.
 
-Tokens of different rounds may be pooled: given all before a round, its proposal is fresh, so a
+Tokens of different rounds may be pooled: given all before a round, its guesses are fresh, so a
 right rule's transforms are uniform and independent, though the right loop moves on by the same
-proposal. The right rule is replayed, too, as a control. Further replays of a round share its
-proposal and are not independent: they refine an estimated distance, and only the first counts
+guesses. The right rule is replayed, too, as a control. Further replays of a round share its
+guesses and are not independent: they refine an estimated distance, and only the first counts
 for a p-value.
 
-Dimensions: B rows, K proposed tokens, S = K + 1, N emitted tokens, V vocabulary, W rows with a
-proposal.
+In one replay all rules are given the same numbers. Rounds in which a broken rule then emits what
+the right one does say nothing about it: a pair of models on which it does so in every round has no
+use for that rule's fault.
+
+Dimensions: B rows, P positions (a chain's K + 1, a tree's nodes), A tokens emitted at most,
+N emitted tokens, V vocabulary, W rows with a guess.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from drafters.base import DraftLaws
-from eval.broken import Fault, token_rule
+from eval.broken import Fault
 from eval.lossless import pit_columns
-from eval.rounds import Verifier, VerifyInputs, drafted_from
-from eval.verify import Verdict
 
 CONTROL = "control"  # name of the right rule among those that are replayed
 
 
-class Replays:
-    """A verifier that judges with the right rule and lets broken ones judge the same rounds.
+class Inputs(Protocol):
+    """A round of chains (eval.rounds.VerifyInputs) or of trees (eval.tree_inputs.TreeInputs)."""
+
+    @property
+    def judged_B(self) -> Tensor: ...
+    def select(self, rows_W: Tensor) -> Any: ...
+    def fresh(self, uniforms: Callable[[Tensor], Tensor]) -> Any: ...
+    def both_laws(self) -> tuple[Tensor, Tensor]: ...
+    def emitted(self, verdict: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+X = TypeVar("X", bound=Inputs)
+
+
+class Replays(Generic[X]):
+    """A verifier that judges with `verify` and lets broken ones judge the same rounds.
+
+    Args:
+        verify: judges for the loop.
+        control: the right rule.
+        faults: those that apply to a round judge it.
+        by_draft: one order of the transform may use q (eval.lossless; not for block verification).
 
     columns: by rule and replay, tensors [N, 3] of transforms (eval.lossless.pit_columns).
+    num_rounds, num_other: by rule, the rounds that it judged, and those of them in which it emitted
+        other tokens than the right rule; of all replays.
+    certain: whether at every position judged so far the guesses are accepted with certainty: q = p,
+        or outright guesses with all of p.
     """
 
     def __init__(
-        self, verify: Verifier, faults: Mapping[str, Fault], num_replays: int, seed: int
+        self,
+        verify: Callable[[X], Any],
+        control: Callable[[X], Any],
+        faults: Mapping[str, Fault[X]],
+        num_replays: int,
+        seed: int,
+        by_draft: bool = True,
     ) -> None:
-        self.verify, self.num_replays = verify, num_replays
-        right = Fault("the right rule, replayed as the others", lambda _x: True, token_rule)
-        self.rules = {CONTROL: right, **faults}
+        self.verify, self.by_draft, self.num_replays = verify, by_draft, num_replays
+        right = Fault("the right rule, replayed as the others", lambda _x: True, control)
+        self.rules: dict[str, Fault[X]] = {CONTROL: right, **faults}
         self.columns: dict[str, list[list[Tensor]]] = {
             name: [[] for _ in range(num_replays)] for name in self.rules
         }
+        self.num_rounds, self.num_other = dict.fromkeys(self.rules, 0), dict.fromkeys(self.rules, 0)
+        self.certain = True
         self.generator = torch.Generator().manual_seed(seed)
 
-    def __call__(self, x: VerifyInputs) -> Verdict:
+    def __call__(self, x: X) -> Any:
         verdict = self.verify(x)
-        rows_W = (x.num_proposed_B > 0).nonzero()[:, 0]
+        rows_W = x.judged_B.nonzero()[:, 0]
         if len(rows_W):
-            x = _select(x, rows_W)
-            q_BSV = drafted_from(x.p_BSV, x.tokens_BK, x.num_proposed_B, x.q_BKV)
-            for name, rule in self.rules.items():
-                if rule.applies(x):
-                    for columns in self.columns[name]:
-                        columns.append(self._replay(rule, x, q_BSV))
+            self._judge(x.select(rows_W))
         return verdict
 
-    def _replay(self, rule: Fault, x: VerifyInputs, q_BSV: Tensor) -> Tensor:
-        fresh = replace(
-            x,
-            accept_uniforms_BK=self._uniforms(x.accept_uniforms_BK),
-            final_uniforms_B=self._uniforms(x.final_uniforms_B),
-        )
-        num_accepted_B, next_B = rule.verify(fresh)
-        emitted_BS = torch.nn.functional.pad(x.tokens_BK, (0, 1))
-        emitted_BS = emitted_BS.scatter(1, num_accepted_B[:, None], next_B[:, None])
-        places_S = torch.arange(emitted_BS.shape[1], device=emitted_BS.device)
-        kept_BS = places_S <= num_accepted_B[:, None]
-        tokens_N = emitted_BS[kept_BS]
-        uniforms_N = self._uniforms(tokens_N)
-        return pit_columns(x.p_BSV[kept_BS], tokens_N, uniforms_N, q_BSV[kept_BS]).cpu()
+    def _judge(self, x: X) -> None:
+        p_BPV, q_BPV = x.both_laws()
+        drafted_BP = (q_BPV > 0).any(-1)
+        alpha_N = torch.minimum(p_BPV, q_BPV).sum(-1)[drafted_BP]
+        self.certain &= bool((alpha_N > 1 - 1e-6).all())
+        for replay in range(self.num_replays):
+            fresh = x.fresh(self._uniforms)
+            expected: Tensor | None = None
+            for name, rule in self.rules.items():
+                if not rule.applies(x):
+                    continue
+                tokens_BA, place_BA, num_B = x.emitted(rule.verify(fresh))
+                kept_BA = torch.arange(tokens_BA.shape[1], device=num_B.device) < num_B[:, None]
+                tokens_N, place_N = tokens_BA[kept_BA], place_BA[kept_BA]
+                row_N = kept_BA.nonzero()[:, 0]
+                q_NV = q_BPV[row_N, place_N] if self.by_draft else None
+                p_NV, uniforms_N = p_BPV[row_N, place_N], self._uniforms(tokens_N)
+                columns_N3 = pit_columns(p_NV, tokens_N, uniforms_N, q_NV)
+                self.columns[name][replay].append(columns_N3.cpu())
+                shown_BA = tokens_BA.masked_fill(~kept_BA, -1)
+                expected = shown_BA if expected is None else expected  # the control comes first
+                self.num_rounds[name] += len(shown_BA)
+                self.num_other[name] += int((shown_BA != expected).any(-1).sum())
 
     def _uniforms(self, like: Tensor) -> Tensor:
         return torch.rand(like.shape, generator=self.generator).to(like.device)
@@ -84,18 +121,3 @@ class Replays:
         parts = [part for columns in self.columns[name][:num_replays] for part in columns]
         values: list[list[float]] = torch.cat(parts).tolist() if parts else []
         return values
-
-
-def _select(x: VerifyInputs, rows_W: Tensor) -> VerifyInputs:
-    """Some rows of a round."""
-    laws = None if x.laws is None else DraftLaws(*(law_BKV[rows_W] for law_BKV in x.laws))
-    return VerifyInputs(
-        p_BSV=x.p_BSV[rows_W],
-        tokens_BK=x.tokens_BK[rows_W],
-        num_proposed_B=x.num_proposed_B[rows_W],
-        q_BKV=None if x.q_BKV is None else x.q_BKV[rows_W],
-        accept_uniforms_BK=x.accept_uniforms_BK[rows_W],
-        final_uniforms_B=x.final_uniforms_B[rows_W],
-        draft_uniforms_BK=x.draft_uniforms_BK[rows_W],
-        laws=laws,
-    )

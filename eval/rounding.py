@@ -6,6 +6,7 @@ target's own answers (eval.oracle).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import comb
 
 from typing_extensions import TypedDict
@@ -13,9 +14,11 @@ from typing_extensions import TypedDict
 from data.target import Target
 from drafters.base import DecodingDrafter
 from eval.decode import decode
+from eval.decode_tree import decode_tree
 from eval.lossless import greedy_identical
 from eval.oracle import Replay
 from eval.rounds import DecodeSettings
+from eval.tree import TreeSpec
 
 
 class Floor(TypedDict):
@@ -36,8 +39,15 @@ def half_precision(
     prompts: Sequence[list[int]],
     settings: DecodeSettings,
     batch_size: int,
+    tree: TreeSpec | None = None,
 ) -> Floor:
-    """How often answers leave the target's greedy path, by rounding alone and with the drafter."""
+    """How often answers leave the target's greedy path, by rounding alone and with the drafter.
+
+    Args:
+        tree: what the drafter grows; the target's own passes are over chains as deep.
+    """
+    if tree is not None:
+        settings = replace(settings, num_draft=tree.depth)
     plain, own, drafted = [], [], []
     for start in range(0, len(prompts), batch_size):
         batch = list(prompts[start : start + batch_size])
@@ -45,7 +55,11 @@ def half_precision(
         knows = {tuple(prompt): ids for prompt, ids in zip(batch, answers, strict=True)}
         plain += answers
         own += [r.ids for r in decode(target, Replay(drafter, knows), batch, settings)[0]]
-        drafted += [r.ids for r in decode(target, drafter, batch, settings)[0]]
+        if tree is None:
+            rows, _ = decode(target, drafter, batch, settings)
+        else:
+            rows, _ = decode_tree(target, drafter, batch, settings, tree)
+        drafted += [row.ids for row in rows]
     target_diverged, target_tokens = _divergences(own, plain)
     drafter_diverged, drafter_tokens = _divergences(drafted, plain)
     return {

@@ -1,7 +1,7 @@
 """The certificate: broken verifiers are caught by 10,000 tokens, the right one passes."""
 
-from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,24 +11,18 @@ from data.sampling import sample
 from data.target import Target
 from drafters.lookup import Lookup
 from eval import rounds
-from eval.broken import FAULTS
-from eval.certify import (
-    LEVEL,
-    Caught,
-    Certificate,
-    certificate_settings,
-    certify,
-    conclude,
-    describe,
-    draw_tokens,
-    num_drawn,
-)
+from eval.broken import RULES, Fault, faults_of
+from eval.broken_tree import OF_DRAWN, OF_TOP
+from eval.certify import LEVEL, Caught, Certificate, certify, conclude, draw_tokens, num_drawn
+from eval.certify_settings import Setting, certificate_settings
 from eval.lossless import GreedyComparison, ks_distance, pit_p_value, tokens_needed
 from eval.rounding import half_precision, rate_p_value
 from eval.rounds import DecodeSettings
 from eval.verify import Verdict, verify_token
 from recipes.schema import EvalSection
-from tests.noisy_pair import noisy_pair
+from tests.noisy_pair import NoisyTable, noisy_pair
+from tests.scripted import ScriptedTarget
+from tests.table_trees import TableEagle, table_pair
 from tests.tiny_targets import tiny_model
 
 NUM_TOKENS = 10_000
@@ -36,18 +30,40 @@ PROMPTS = [[i % 24] for i in range(160)]
 SECTION = EvalSection(
     temperatures=[0.0, 1.0], num_draft_tokens=3, max_new_tokens=64, batch_size=160
 )
-SETTINGS = {name: s for s, faults in certificate_settings(SECTION, True) for name in faults}
+CHAIN_FAULTS = list(faults_of(RULES["token"]))
+
+
+def section(**changes: Any) -> EvalSection:
+    return SECTION.model_copy(update=changes)
+
+
+TREES = {
+    "top": section(verification="tree", tree="3,2"),
+    "dynamic": section(verification="tree", tree="6/3/3"),
+    "with_replacement": section(
+        verification="tree", tree="3,2", siblings="with_replacement", draft_sampling="sampled"
+    ),
+    "without_replacement": section(
+        verification="tree", tree="3,2", siblings="without_replacement", draft_sampling="sampled"
+    ),
+}
+SECTIONS = {"token": SECTION, "block": section(verification="block"), **TREES}
 
 
 @cache
-def certificate() -> Certificate:
-    target, drafter = noisy_pair()
+def certificate(kind: str = "token") -> Certificate:
+    target, drafter = table_pair() if kind in TREES else noisy_pair()
     greedy = GreedyComparison(8, 8, [])
-    return certify(target, "drafter", drafter, PROMPTS, SECTION, greedy, NUM_TOKENS)
+    return certify(target, "drafter", drafter, PROMPTS, SECTIONS[kind], greedy, NUM_TOKENS)
 
 
-def caught() -> dict[str, Caught]:
-    return {fault["verifier"]: fault for fault in certificate()["power"]}
+def setting_of(fault: str, kind: str = "token") -> Setting:
+    return next(s for s in certificate_settings(SECTIONS[kind], True) if fault in s.faults)
+
+
+def in_the_loop(fault: Fault[Any], rule: Any) -> Any:
+    """Right in rounds where it does not apply (no guess, say)."""
+    return lambda x: fault.verify(x) if bool(x.judged_B.any()) and fault.applies(x) else rule(x)
 
 
 def test_a_right_loop_passes_and_all_faults_are_caught() -> None:
@@ -55,7 +71,9 @@ def test_a_right_loop_passes_and_all_faults_are_caught() -> None:
     assert found["passed"]
     assert found["pit_num_tokens"] == 2 * 160 * 64
     assert found["line"].endswith("20,480 tokens; 6 of 6 broken verifiers caught)")
-    assert found["line"].startswith("losslessness certificate: PASS (greedy 8/8, PIT p=")
+    start = "losslessness certificate (chain, token verification): PASS (greedy 8/8, PIT p="
+    assert found["line"].startswith(start)
+    assert not found["certain"]
     assert [law["setting"] for law in found["laws"]] == [
         "T=1, 3 drafts chosen outright",
         "T=1, top-p 0.9, 3 drafts drawn",
@@ -63,18 +81,102 @@ def test_a_right_loop_passes_and_all_faults_are_caught() -> None:
     assert found["control_p_value"] is not None and found["control_p_value"] > LEVEL
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault_in_the_loop_is_rejected_and_its_replay_is_like_it(name: str) -> None:
-    target, drafter = noisy_pair()
-    broken = replace(SETTINGS[name], verifier=FAULTS[name].judge)
-    pit = draw_tokens(target, drafter, PROMPTS, broken, 160, NUM_TOKENS)[:NUM_TOKENS]
-    p_value, replayed = pit_p_value(pit), caught()[name]
+IN_LOOP = [
+    *[("token", name) for name in CHAIN_FAULTS],
+    ("block", "early_bonus"),
+    ("top", "siblings_as_drawn"),
+    ("without_replacement", "wrong_branch"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), IN_LOOP)
+def test_fault_in_the_loop_is_rejected_and_its_replay_is_like_it(kind: str, name: str) -> None:
+    target, drafter = table_pair() if kind in TREES else noisy_pair()
+    setting = setting_of(name, kind)
+    broken = in_the_loop(setting.faults[name], setting.rule)
+    pit = draw_tokens(target, drafter, PROMPTS, setting, broken, 160, NUM_TOKENS)[:NUM_TOKENS]
+    p_value, replayed = (
+        pit_p_value(pit),
+        next(fault for fault in certificate(kind)["power"] if fault["verifier"] == name),
+    )
     assert p_value is not None and p_value < LEVEL
     assert replayed["p_value"] < LEVEL
     assert 9_000 < replayed["num_tokens"] <= NUM_TOKENS
     distance = max(ks_distance(column) for column in zip(*pit, strict=True))
     assert distance == pytest.approx(replayed["distance"], abs=0.02)  # chance: about 0.01 each
     assert replayed["tokens_needed"] < NUM_TOKENS
+
+
+@pytest.mark.parametrize("kind", ["block", *TREES])
+def test_block_and_trees_pass_and_their_faults_are_caught(kind: str) -> None:
+    found = certificate(kind)
+    assert found["passed"], found["line"]
+    faults = {"block": CHAIN_FAULTS, "top": OF_TOP, "dynamic": OF_TOP}.get(kind, OF_DRAWN)
+    assert {fault["verifier"] for fault in found["power"]} == set(faults)
+    missed = {fault["verifier"] for fault in found["power"] if not fault["caught"]}
+    small = {"block": "replacement_from_p", "top": "", "dynamic": ""}.get(kind, "other_replacement")
+    assert missed <= {small}, found["line"]
+    for fault in found["power"]:
+        assert fault["num_other"] > 0
+        assert (fault["tokens_needed"] > 10_000) >= (fault["verifier"] in missed)
+    words = {
+        "block": "chain, block verification",
+        "top": "tree 3,2, siblings chosen outright",
+        "dynamic": "tree 6/3/3, siblings chosen outright",
+        "with_replacement": "tree 3,2, siblings drawn with replacement",
+        "without_replacement": "tree 3,2, siblings drawn without replacement",
+    }
+    assert f"losslessness certificate ({words[kind]}): PASS (greedy 8/8" in found["line"]
+
+
+def same_pair(table_VV: torch.Tensor, tree: bool) -> tuple[ScriptedTarget, Any]:
+    """q = p, bit by bit."""
+    return ScriptedTarget(table_VV, []), (TableEagle if tree else NoisyTable)(table_VV)
+
+
+@pytest.mark.parametrize("kind", ["token", "block", "without_replacement"])
+def test_a_drafter_equal_to_its_target_passes_and_the_line_says_why(kind: str) -> None:
+    """One law at every position: no fault can do anything wrong, so none can be caught."""
+    row_V = torch.randn(24, generator=torch.Generator().manual_seed(1))
+    target, drafter = same_pair(row_V.expand(24, 24).contiguous(), kind in TREES)
+    drawn = SECTIONS[kind].model_copy(update={"draft_sampling": "sampled", "top_p": 0.9})
+    found = certify(target, "drafter", drafter, PROMPTS[:32], drawn, None, 1500)
+    by_name = {fault["verifier"]: fault for fault in found["power"]}
+    by_name.pop("argmax_as_drawn", None)  # of outright drafts, which can be rejected
+    assert {name: fault["num_other"] for name, fault in by_name.items()} == dict.fromkeys(
+        by_name, 0
+    )
+    assert found["passed"], found["line"]
+    assert "these emit what the right rule does: replacement_from_p, " in found["line"]
+    if kind == "without_replacement":
+        assert found["certain"]
+        assert (
+            "agree at every position, so nothing can be rejected; nothing to catch" in found["line"]
+        )
+
+
+@pytest.mark.parametrize("kind", ["token", "top"])
+def test_a_target_without_a_choice_passes(kind: str) -> None:
+    """All of p on one token: whatever a verifier does, nothing else can be emitted."""
+    table_VV = torch.full((24, 24), -1e9).fill_diagonal_(0.0)
+    target, drafter = same_pair(table_VV, kind in TREES)
+    found = certify(target, "drafter", drafter, PROMPTS[:32], SECTIONS[kind], None, 600)
+    assert found["passed"], found["line"]
+    assert found["certain"]
+    assert "; nothing to catch; in all of " in found["line"]
+
+
+def test_a_drafter_equal_to_its_target_hides_no_fault_that_does_harm() -> None:
+    """Laws that differ from position to position: two faults are ones even with q = p."""
+    table_VV = torch.randn(24, 24, generator=torch.Generator().manual_seed(1))
+    target, drafter = same_pair(table_VV, tree=False)
+    found = certify(target, "drafter", drafter, PROMPTS, SECTION, None, NUM_TOKENS)
+    caught = {fault["verifier"] for fault in found["power"] if fault["caught"]}
+    assert caught == {"previous_q", "early_bonus", "argmax_as_drawn"}
+    assert "3 of 3 broken verifiers caught; in all of " in found["line"]
+    assert found["line"].endswith(
+        "right rule does: replacement_from_p, reused_uniform, unfiltered_q)"
+    )
 
 
 def test_a_broken_loop_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +203,9 @@ def test_lookup_has_the_faults_of_drafts_chosen_outright() -> None:
 
 def test_settings_have_one_in_which_each_fault_is_one() -> None:
     def texts(**changes: object) -> list[tuple[str, list[str]]]:
-        section = SECTION.model_copy(update=changes)
-        return [(describe(s), list(f)) for s, f in certificate_settings(section, True)]
+        return [(str(s), list(s.faults)) for s in certificate_settings(section(**changes), True)]
 
-    most = [name for name in FAULTS if name != "argmax_as_drawn"]
+    most = [name for name in CHAIN_FAULTS if name != "argmax_as_drawn"]
     assert texts(num_draft_tokens=1) == [
         ("T=1, 1 drafts chosen outright", ["argmax_as_drawn"]),
         ("T=1, top-p 0.9, 2 drafts drawn", most),
@@ -118,6 +219,19 @@ def test_settings_have_one_in_which_each_fault_is_one() -> None:
         "T=0.5, top-p 0.9, 3 drafts drawn",
         "T=0.5, 3 drafts chosen outright",
     ]
+    assert texts(verification="block", num_draft_tokens=2)[1] == (
+        "T=1, top-p 0.9, 2 drafts drawn, block verification",
+        most,
+    )
+    drawn = {"draft_sampling": "sampled", "siblings": "without_replacement"}
+    assert texts(verification="tree", tree="9/3/3") == [
+        ("T=1, tree 9/3/3, siblings chosen outright", list(OF_TOP))
+    ]
+    assert texts(verification="tree", tree="3,2", **drawn) == [
+        ("T=1, tree 3,2, siblings drawn without replacement", []),
+        ("T=1, top-p 0.9, tree 3,2, siblings drawn without replacement", list(OF_DRAWN)),
+    ]
+    assert len(texts(verification="tree", tree="3,2", top_p=0.7, **drawn)) == 1
 
 
 def test_tokens_needed_by_simulation() -> None:
@@ -155,11 +269,16 @@ def test_the_line_names_what_is_wrong_and_what_is_too_small() -> None:
     unseen = fault(verifier="previous_q", caught=False, tokens_needed=90_000, at_least=True)
     assert line(power=[fault(), small, unseen], pit_p_value=0.41, pit_num_tokens=10_240) == (
         True,
-        "losslessness certificate: PASS (greedy 8/8, PIT p=0.41 over 10,240 tokens; 1 of 3 broken "
-        "verifiers caught; early_bonus takes about 42,000 tokens; previous_q takes at least "
-        "90,000 tokens)",
+        "losslessness certificate (chain, token verification): PASS (greedy 8/8, PIT p=0.41 over "
+        "10,240 tokens; 1 of 3 broken verifiers caught; early_bonus takes about 42,000 tokens; "
+        "previous_q takes at least 90,000 tokens)",
     )
     assert line(power=[small])[1].count("FAIL: no broken verifier was caught (") == 1
+    alike = fault(verifier="unfiltered_q", caught=False, num_other=0, num_rounds=70)
+    assert line(power=[small, alike])[1].count("FAIL: no broken verifier was caught (") == 1
+    assert "in all of 70 rounds these emit what the right rule does" in line(power=[alike])[1]
+    assert line(power=[alike])[0]
+    assert not line(power=[])[0]  # nothing was drafted, so nothing was judged
     assert "FAIL: greedy tokens differ from the target's" in line(greedy_identical="7/8")[1]
     assert "FAIL: the control was rejected" in line(control_p_value=1e-5)[1]
     assert not line(pit_p_value=None)[0]

@@ -257,6 +257,27 @@ def test_certificate_beside_a_record_goes_with_its_rows(tmp_path: Path, passed: 
     assert f"certificate {verdict}" in (tmp_path / "report/leaderboard.md").read_text()
 
 
+def test_certificate_of_another_rule_or_tree_is_not_shown(tmp_path: Path):
+    record = copy.deepcopy(RECORDS["head-t1.json"])
+    drawn = {"tree": "3,2", "siblings": "without_replacement"}
+    made = {
+        "drafter_T1_token.json": {"verification": "token"},
+        "drafter_T1_block.json": {"verification": "block"},
+        "drafter_T1_same.json": {"verification": "tree", **drawn},
+        "drafter_T1_other.json": {"verification": "tree", "tree": "3,2", "siblings": "top"},
+    }
+    for name, changes in made.items():
+        text = json.dumps(record | {"settings": record["settings"] | changes})
+        (tmp_path / name).write_text(text)
+    (tmp_path / "certificate_drafter_block.json").write_text(json.dumps(CERTIFICATE))
+    (tmp_path / "certificate_drafter_tree.json").write_text(json.dumps(CERTIFICATE | drawn))
+    done = run(tmp_path, "--out", tmp_path / "report")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = json.loads((tmp_path / "report/leaderboard.json").read_text())["rows"]
+    certified = {Path(row["source"]).name for row in rows if row["certificate"]}
+    assert certified == {"drafter_T1_block.json", "drafter_T1_same.json"}
+
+
 def test_damaged_certificate_is_named(tmp_path: Path):
     (tmp_path / "drafter_T1.json").write_text(json.dumps(RECORDS["head-t1.json"]))
     (tmp_path / "certificate_drafter.json").write_text('{"passed": true}')
