@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from train.losses import LossOptions, head_pass, jsd, l1, nla, rkl, tv
+from train.linear_loss import head_pass
+from train.losses import LossOptions, jsd, l1, nla, rkl, tv
 from train.weighting import by_draft, d_pace_weights, end_to_end_weights
 
 OPTIONS = LossOptions(renormalize=False)

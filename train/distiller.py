@@ -18,7 +18,8 @@ from drafters.base import Slots, TrainedDrafter
 from drafters.eagle3 import Eagle3
 from drafters.layers import MLP
 from recipes.schema import LossSection
-from train.losses import LOSSES, LossOptions, Teacher, head_pass, linear_loss
+from train.linear_loss import Teacher, head_pass, linear_loss
+from train.losses import LOSSES, LossOptions
 from train.weighting import by_draft, d_pace_weights, end_to_end_weights
 
 
@@ -149,7 +150,7 @@ class Distiller(nn.Module):
             unique_C = unique_U[firsts[chunk] : lasts[chunk] + 1]
             logits_UD = target.logits(hidden_SH[unique_C].to(target.dtype), self._head_rows)
             p_UD = logits_UD.sub_(lse_S[unique_C][:, None]).exp_()
-            return p_UD[inverse_N[rows] - firsts[chunk]], labels_N[rows]
+            return p_UD.index_select(0, inverse_N[rows] - firsts[chunk]), labels_N[rows]
 
         return teacher
 

@@ -88,6 +88,7 @@ def sizes_of(recipe: Recipe, on_gpu: bool | None = None) -> Sizes:
         states_bytes=DTYPES[data.states_dtype].itemsize if cached else target_bytes,
         num_rows=num_rows,
         length=length,
+        on_gpu=bool(on_gpu) or resolve_device(recipe.target.device).type == "cuda",
     )
     return Sizes(
         shape=shape,

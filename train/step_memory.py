@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from drafters.methods import METHODS
 from recipes.schema import Recipe
-from train.losses import LOSSES, LossOptions, linear_loss
+from train.linear_loss import linear_loss
+from train.losses import LOSSES, LossOptions
 
 WEIGHT_BYTES = 4
 SUMMARY_POSITIONS = 256  # positions whose target logits exist together (data.hidden_states)
@@ -92,6 +93,7 @@ class Shape:
     """What the estimate needs to know of drafter, target and batch.
 
     num_parameters, num_trained: of the drafter. target_bytes, states_bytes: of one number.
+    on_gpu: there the loss takes a chunk whole, not in blocks.
     """
 
     fields: dict[str, Any]
@@ -104,6 +106,7 @@ class Shape:
     states_bytes: int
     num_rows: int
     length: int
+    on_gpu: bool = False
 
 
 def step_memory(recipe: Recipe, shape: Shape) -> StepMemory:
@@ -164,7 +167,8 @@ def _run(recipe: Recipe, shape: Shape) -> int:
         U = min(C, C // num_depths + 2)
         logits_UD = (hidden_PH[:U].to(target_dtype) @ head_DH.T).float() * 1.0
         p_UD = logits_UD.sub_(logits_UD[:, :1]).exp_()
-        return p_UD[torch.empty(C, dtype=torch.int64)], torch.empty(C, dtype=torch.int64)
+        picked_CD = p_UD.index_select(0, torch.empty(C, dtype=torch.int64))
+        return picked_CD, torch.empty(C, dtype=torch.int64)
 
     def gathered() -> Tensor:
         heads = drafter.rollout(ids_BS, aux_BSF, num_depths)
@@ -187,6 +191,7 @@ def _run(recipe: Recipe, shape: Shape) -> int:
             torch.empty(N),
             torch.empty(N, dtype=torch.int64),
             num_depths,
+            recipe.loss.chunk_size if shape.on_gpu else None,
         )[0]
 
     with LiveBytes() as live:

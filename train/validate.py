@@ -24,7 +24,7 @@ from eval.rounds import Decoded
 from recipes.schema import Recipe
 from train.calibration import calibrate
 from train.distiller import Distiller
-from train.losses import STATS
+from train.linear_loss import STATS
 from train.samples import write_samples
 
 BATCH_ROWS = 8
