@@ -22,7 +22,8 @@ from train.step_memory import Shape, StepMemory, step_memory
 class Sizes:
     """What a recipe comes to: rows and steps are upper bounds until its data is prepared.
 
-    num_head: parameters of the drafter's head. step_rows: rows of an optimizer step, all processes.
+    num_head: parameters of the drafter's head. step_rows: rows of an optimizer step, all processes
+    (at least, where train.batch_tokens counts tokens).
     """
 
     shape: Shape
@@ -66,17 +67,16 @@ def sizes_of(recipe: Recipe, on_gpu: bool | None = None) -> Sizes:
         if report.exists()
         else math.ceil(data.num_prompts * (1 - data.heldout_fraction))
     )
-    step_rows = section.micro_batch_size * section.gradient_accumulation * world
     dtype = recipe.target.dtype
     if dtype == "auto" and on_gpu:
         dtype = "bfloat16"
     target_bytes = resolve_dtype(dtype, resolve_device(recipe.target.device)).itemsize
     cached = data.states == "cached"
-    num_rows, length = section.micro_batch_size, data.max_length
-    if section.batch_tokens and section.packing:
-        num_rows, length = 1, max(section.batch_tokens, data.max_length)
-    elif section.batch_tokens:
-        num_rows = max(1, section.batch_tokens // data.max_length)
+    length, batch_rows = data.max_length, section.micro_batch_size
+    if section.batch_tokens:
+        batch_rows = max(1, section.batch_tokens // length)
+    step_rows = batch_rows * section.gradient_accumulation * world
+    packed = max(section.batch_tokens or 0, length)
     shape = Shape(
         fields=fields,
         aux_layers=aux,
@@ -86,8 +86,8 @@ def sizes_of(recipe: Recipe, on_gpu: bool | None = None) -> Sizes:
         target_parameters=_target_parameters(fields),
         target_bytes=target_bytes,
         states_bytes=DTYPES[data.states_dtype].itemsize if cached else target_bytes,
-        num_rows=num_rows,
-        length=length,
+        num_rows=1 if section.packing else batch_rows,
+        length=packed if section.packing else length,
         on_gpu=bool(on_gpu) or resolve_device(recipe.target.device).type == "cuda",
     )
     return Sizes(
