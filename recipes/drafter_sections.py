@@ -212,7 +212,8 @@ class DSparkSection(BlockSection):
     )
     confidence_threshold: Share = Field(
         default=0.0,
-        description="a draft stops where its predicted survival falls below; exact; 0 = never",
+        description="a draft stops where its predicted survival, calibrated on held-out rows, "
+        "falls below; exact; 0 = never",
     )
 
     @model_validator(mode="after")
