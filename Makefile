@@ -76,6 +76,7 @@ check: lint  ## lint, types, layers, fast tests
 bench: $(STAMP)  ## ratios of this machine, then the exported drafter of RECIPE and its report
 	$(BIN)/python tests/benchmarks/speed.py
 	$(BIN)/python tests/benchmarks/training.py
+	$(BIN)/python tests/benchmarks/packing.py
 	$(BIN)/python eval/bench.py $(RECIPE)
 	$(BIN)/python eval/leaderboard.py $(RUN)/results --out $(RUN)/report
 
