@@ -58,9 +58,9 @@ test: $(STAMP)  ## all tests (those that need a GPU or vLLM are skipped without 
 
 # vLLM needs its own transformers, so it has an environment of its own (or one in VLLM_ENV=dir).
 test-vllm: $(STAMP)  ## exports and served evaluation in a real vLLM on the CPU (some minutes)
-	VLLM_PYTHON=$(PYTHON) tests/vllm/setup_env.sh $(VLLM_ENV)
+	BASE_PYTHON=$(PYTHON) tests/vllm/setup_env.sh $(VLLM_ENV)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 VLLM_ENV=$(abspath $(VLLM_ENV)) \
-		$(BIN)/python -m pytest -q tests/vllm
+		$(BIN)/python -m pytest -q $(PARALLEL) tests/vllm
 
 lint: $(STAMP)  ## style, spelling
 	$(BIN)/ruff check .

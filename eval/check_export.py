@@ -11,8 +11,6 @@ Three questions, each with its likely cause where the answer is no:
 """
 
 import json
-import os
-import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +25,8 @@ from drafters.base import TrainedDrafter
 from drafters.export_info import INFO, TargetInfo, load_info, load_origin
 from drafters.foreign import import_folder, load_any
 from drafters.methods import METHODS
+from drafters.mtp_stitch import stitch, target_folder
+from eval.ask_vllm import ask_vllm
 from eval.decode import DecodeSettings, decode
 from eval.reading_faults import (
     Explanation,
@@ -43,7 +43,6 @@ from recipes.schema import TargetSection
 NUM_PROMPTS, PROMPT_LENGTH, NUM_TOKENS, STRIDE = 4, 24, 32, 2
 MAX_MODEL_LEN = 128
 NUM_DRAFT = 3  # where the folder does not say
-ENGINE_SECONDS = 900
 # Keys of config.json that no engine decides anything by.
 FREE = {"transformers_version"}
 CAUSES = {
@@ -96,7 +95,7 @@ def check(
         vllm_python: interpreter of an environment with vLLM; None = no third question.
 
     Raises:
-        UserError: no folder, no target, or no such interpreter.
+        UserError: no folder, no target, no such interpreter, or no vLLM that runs in it.
     """
     found = Checked()
     if not folder.is_dir():
@@ -124,10 +123,12 @@ def check(
     else:
         found.lines.append(f"weights: not compared, {source or '--against'} is not there")
     if vllm_python is None:
-        found.lines.append("vLLM: not asked (--vllm-python)")
+        found.lines.append("vLLM: not asked (--vllm-python or VLLM_ENV name one)")
     else:
-        run = run_vllm(folder, target, drafter, prompts, num_draft, Path(vllm_python))
-        against_engine(found, "vLLM", target, drafter, prompts, run, num_draft)
+        python = Path(vllm_python)
+        run = run_vllm(found, folder, target, drafter, prompts, num_draft, python)
+        if run is not None:
+            against_engine(found, "vLLM", target, drafter, prompts, run, num_draft)
     return found
 
 
@@ -293,49 +294,45 @@ def _reasons(reasons: list[Explanation]) -> str:
 
 
 def run_vllm(
+    found: Checked,
     folder: Path,
     target: Target,
     drafter: TrainedDrafter,
     prompts: list[list[int]],
     num_draft: int,
     python: Path,
-) -> EngineRun:
-    """What a vLLM says and drafts, in a process of its own.
+) -> EngineRun | None:
+    """What a vLLM says and drafts with the folder; None = it does not serve it, see the findings.
 
     Raises:
-        UserError: it does not load or run the folder; its last lines are told.
+        UserError: as `ask_vllm`.
     """
-    info = TargetInfo.of(target)
+    info, form = TargetInfo.of(target), METHODS[drafter.method].form
     longest = min(MAX_MODEL_LEN, info.max_position_embeddings)
-    speculative = {
-        "model": str(folder.resolve()),
-        **METHODS[drafter.method].form.engine,
-        "num_speculative_tokens": num_draft,
-    }
-    job = {
-        "model": info.path,
-        "speculative_config": speculative,
-        "prompts": prompts,
-        "max_tokens": min(NUM_TOKENS, longest - PROMPT_LENGTH - num_draft - 1),
-        "max_model_len": longest,
-    }
-    script = Path(__file__).with_name("vllm_drafts.py")
+    speculative = {**form.engine, "num_speculative_tokens": num_draft}
     with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        (place / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        command = [str(python), str(script), str(place / "job.json"), str(place / "result.json")]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=ENGINE_SECONDS,
-                cwd=place, env={**os.environ, "PYTHONPATH": ""},
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise UserError(f"--vllm-python {python}: {error}") from error
-        if done.returncode:
-            last = "\n".join(done.stderr.strip().splitlines()[-8:])
-            raise UserError(f"vLLM does not serve {folder}:\n{last}")
-        result = read_json(place / "result.json")
-    return EngineRun(result["outputs"], result["drafts"])
+        model = info.path
+        if drafter.method == "mtp":  # served inside its target
+            model = str(Path(name) / "joined")
+            stitch(target_folder(info.name, info.revision), folder, Path(model))
+        else:
+            speculative["model"] = str(folder.resolve())
+        job = {
+            "model": model,
+            "speculative_config": speculative,
+            "prompts": prompts,
+            "max_tokens": min(NUM_TOKENS, longest - PROMPT_LENGTH - num_draft - 1),
+            "max_model_len": longest,
+        }
+        answer = ask_vllm(python, {"check": job})
+    result = answer["jobs"]["check"]
+    if "error" not in result:
+        return EngineRun(result["outputs"], result["drafts"])
+    if form.engine_note and answer["device"] == "cpu":
+        found.lines.append(f"vLLM: not compared, this one runs on a CPU; {form.engine_note}")
+    else:
+        found.fault(f"vLLM does not serve {folder}: {result['error']}", [])
+    return None
 
 
 def engine_anchors(prompt: list[int], output: list[int], drafts: list[list[int]]) -> list[int]:

@@ -17,9 +17,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data import embedded
 from data.conversations import render_prompt
-from data.files import stable_hash, write_json
+from data.files import read_json, stable_hash, write_json
+from drafters.export_info import INFO
 from drafters.foreign import describe
 from drafters.methods import METHODS
+from drafters.vllm_format import CONFIG, form_of
 from eval.engine_metrics import sglang_gauges, vllm_counters
 from eval.engines import (
     EngineName,
@@ -69,6 +71,8 @@ def bench_served(plan: Plan, tasks: Sequence[Task], options: ServeOptions) -> li
         UserError: no server, no drafter, or options that do not fit together.
     """
     check_options(options, plan.recipe)
+    if options.server is None:  # an attached server has a number of its own
+        plan = with_num_tokens(plan)
     prompts = {task.name: render_task(plan.recipe, task, options.api) for task in tasks}
     with arm_server(plan, options, "drafter") as server:
         drafted = run_arm(server, plan, prompts, options)
@@ -133,6 +137,22 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = recipe.data.chat_template.read_text(encoding="utf-8")
     return tokenizer
+
+
+def with_num_tokens(plan: Plan) -> Plan:
+    """The plan with the number of draft tokens that its export can be served with.
+
+    A block drafts all its tokens, a Medusa head one. Somebody else's folder is taken as it is.
+    """
+    if not (plan.export / INFO).is_file():
+        return plan
+    section, path = plan.recipe.eval, plan.export / CONFIG
+    config = read_json(path)
+    form = form_of(config, path)[0]
+    drafter = form.read_config(config, path)[0]  # shapes alone
+    num = form.num_tokens(drafter.config, section.num_draft_tokens)
+    section = section.model_copy(update={"num_draft_tokens": num})
+    return plan._replace(recipe=plan.recipe.model_copy(update={"eval": section}))
 
 
 def speculative_config(plan: Plan) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import torch
 
 from data.files import write_json
 from data.target import Target
-from drafters.base import DecodingDrafter
+from drafters.base import DecodingDrafter, TrainedDrafter
+from drafters.methods import METHODS
 from eval import metrics, roofline, theory
 from eval.arms import BASELINE, run_arms
 from eval.costs import measure_passes
@@ -68,7 +69,17 @@ def make_plan(
     }
     path = plan.results / PLAN
     write_json(path, found)
-    return path, advice(tables[0])
+    note = ""
+    if isinstance(drafter, TrainedDrafter):
+        note = METHODS[drafter.method].form.engine_note
+    return path, "; ".join(filter(None, [advice(tables[0]), note]))
+
+
+def can_serve(drafter: DecodingDrafter, num_draft: int) -> bool:
+    """Whether engines can be told to draft so many tokens: a block drafts all of its tokens."""
+    if not isinstance(drafter, TrainedDrafter):
+        return True
+    return METHODS[drafter.method].form.num_tokens(drafter.config, num_draft) == num_draft
 
 
 def make_table(
@@ -94,7 +105,7 @@ def make_table(
     times = measure_passes(target, {"drafter": drafter}, ids, size, settings.sampling)
     costs = loop_costs(arms[BASELINE], arms["drafter"], settings.num_draft, times, "drafter")
     points = theory.predict(costs, rates["survival"], MAX_PREDICTED)
-    best = theory.best_point(points)
+    best = theory.best_point([p for p in points if can_serve(drafter, p.num_draft_tokens)])
     context = sum(map(len, ids)) // len(ids) + section.max_new_tokens // 2
     least = _least_costs(target, drafter, costs, size, context, bound)
     limits = theory.predict(least, rates["survival"], MAX_PREDICTED)

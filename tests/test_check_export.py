@@ -1,6 +1,7 @@
 """Checks of an export: any one damage is refused with its reason, any one misreading is named."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from data.target import Target
 from drafters.base import TrainedDrafter
 from drafters.methods import METHODS
 from eval import check_export
+from eval.ask_vllm import ask_vllm
 from eval.check_export import (
     Checked,
     EngineRun,
@@ -248,9 +250,35 @@ def test_paths_that_are_not_there_are_named(tmp_path):
         check(tmp_path, None, None, tmp_path / "python")
 
 
-def test_an_engine_that_fails_is_quoted(target, tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'fc.weight: size mismatch' >&2; exit 1\n")
+def fake_vllm(folder: Path, body: str) -> Path:
+    """An interpreter that does this instead of running eval/vllm_drafts.py."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{body}\n")
     python.chmod(0o755)
-    with pytest.raises(UserError, match=r"vLLM does not serve .*\nfc\.weight: size mismatch"):
-        check_export.run_vllm(tmp_path, target, make("eagle3", target), [[1, 2]], 3, python)
+    return python
+
+
+def test_an_engine_that_fails_is_quoted(tmp_path):
+    python = fake_vllm(tmp_path, "echo 'No module named vllm' >&2; exit 1")
+    with pytest.raises(UserError, match=r"python does not run:\nNo module named vllm"):
+        ask_vllm(python, {})
+
+
+@pytest.mark.parametrize(
+    ("method", "device", "passed", "message"),
+    [
+        ("dspark", "cpu", True, "not compared, this one runs on a CPU; vLLM serves DSpark with"),
+        ("dspark", "cuda", False, "vLLM does not serve .*: size mismatch"),
+        ("eagle3", "cpu", False, "vLLM does not serve .*: size mismatch"),
+    ],
+)
+def test_a_refused_folder_is_a_fault_but_where_the_machine_is_the_reason(
+    method, device, passed, message, target, tmp_path
+):
+    answer = {"device": device, "jobs": {"check": {"error": "size mismatch"}}}
+    (tmp_path / "answer.json").write_text(json.dumps(answer))
+    python = fake_vllm(tmp_path, f"cp {tmp_path}/answer.json $3")
+    folder = export(make(method, target), target, tmp_path / "export")
+    found = check(folder, None, None, python)
+    assert found.passed == passed
+    assert re.search(message, to_text(found)), to_text(found)

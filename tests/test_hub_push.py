@@ -1,8 +1,10 @@
 """Uploading an export, against a stand-in for huggingface_hub.HfApi (no hub is asked)."""
 
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
+from huggingface_hub import CommitInfo, HfApi
 
 from recipes.errors import UserError
 from train.hub_push import push_folder
@@ -30,6 +32,15 @@ def test_push_makes_the_repository_and_uploads_the_four_files(tmp_path):
         ("create", "org/name", True, True),
         ("upload", "org/name", "export", files),
     ]
+
+
+def test_push_calls_the_library_as_it_is(tmp_path):
+    api = create_autospec(HfApi, instance=True)  # refuses a call that the real one would
+    url = "https://huggingface.co/org/name/commit/1"
+    api.upload_folder.return_value = CommitInfo(url, "Export", "", "1")
+    assert push_folder(api, tmp_path / "export", "org/name", False) == url
+    with pytest.raises(TypeError, match="folder_path"):
+        api.upload_folder(repo_id="org/name", folder=tmp_path)
 
 
 def test_push_without_a_connection_is_one_error(tmp_path):

@@ -15,12 +15,20 @@ from drafters.vllm_format import TargetInfo, save
 from eval.record import validate
 from eval.report import make_rows
 from eval.results import Plan
-from eval.served import ServeOptions, bench_served, check_options, render_task
+from eval.served import (
+    ServeOptions,
+    bench_served,
+    check_options,
+    render_task,
+    speculative_config,
+    with_num_tokens,
+)
 from eval.tasks import Task
 from recipes.drafter_sections import Eagle3Section
 from recipes.errors import UserError
 from recipes.schema import Recipe, TargetSection
 from tests.engine_stub import Stub, serving
+from tests.exports_of_all import export, foreign, four_layer_target, make
 from tests.tiny_exports import ORIGIN
 
 NUM_TOKENS = 9  # 1 from the prefill, then rounds of 4, 1, 2 and the first of the next 4
@@ -212,3 +220,19 @@ def test_other_rules_than_the_engines_own_are_refused(tmp_path):
     recipe = make_plan(tmp_path, tmp_path, verification="block").recipe
     with pytest.raises(UserError, match=r"eval\.verification=block: the engine has its own rule"):
         check_options(ServeOptions(engine="vllm"), recipe)
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted", "served"),
+    [("dflash", 2, 3), ("dspark", 2, 4), ("medusa", 9, 3), ("medusa", 2, 2), ("eagle3", 2, 2)],
+)
+def test_an_export_is_served_with_as_many_tokens_as_it_drafts(method, wanted, served, tmp_path):
+    target = four_layer_target()
+    export(make(method, target), target, tmp_path / "export")  # a block of 4, 3 Medusa heads
+    plan = with_num_tokens(make_plan(tmp_path, tmp_path, num_draft_tokens=wanted))
+    assert speculative_config(plan)["num_speculative_tokens"] == served
+    assert plan.recipe.eval.num_draft_tokens == served  # so results say it
+    foreign(tmp_path / "export", tmp_path / "theirs")
+    theirs = make_plan(tmp_path, tmp_path, num_draft_tokens=wanted)
+    theirs = theirs._replace(export=tmp_path / "theirs")
+    assert with_num_tokens(theirs) == theirs

@@ -16,6 +16,7 @@ from eval.tasks import Task
 from eval.theory import Costs
 from recipes.errors import UserError
 from recipes.schema import Recipe
+from tests.exports_of_all import four_layer_target, make
 from tests.scripted import ScriptedTarget
 from tests.test_measure import make_eagle, make_target, make_task, section
 
@@ -182,3 +183,12 @@ def test_plan_says_which_number_to_serve_with(tmp_path, monkeypatch):
     assert "H200" in [device.name for device in DEVICES]
     with pytest.raises(UserError, match="no prompt to plan with"):
         serving.make_plan(plan, [make_task([])], [1])
+
+
+@pytest.mark.parametrize(
+    ("method", "can"),
+    [("dflash", [3]), ("dspark", [4]), ("medusa", [1, 2, 3]), ("eagle3", [1, 2, 3, 4, 9])],
+)
+def test_plan_names_only_numbers_that_an_engine_can_be_told(method, can):
+    drafter = make(method, four_layer_target())  # a block of 4, 3 Medusa heads
+    assert [k for k in (1, 2, 3, 4, 9) if serving.can_serve(drafter, k)] == can

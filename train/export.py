@@ -40,7 +40,9 @@ validated on the way) in RUN/drafter-best, in float32. What is not named is take
 of the run; dtype auto is the target's. The model card tells of RUN/results; a later export that
 finds the weights up to date writes the card anew.
 
---check exits with 0 where all agrees, else with 1 and the likely cause (2: wrong usage)."""
+With --check and a vLLM (--vllm-python, or VLLM_ENV=dir as made by `make test-vllm`) fixed prompts
+are decoded there too, and its drafts are held against ours. --check exits with 0 where all agrees,
+else with 1 and the likely cause (2: wrong usage)."""
 
 
 def arguments() -> argparse.Namespace:
@@ -68,10 +70,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--vllm-python",
         type=Path,
-        default=os.environ.get("VLLM_PYTHON"),
-        help="with --check: python of an environment with vLLM (default: VLLM_PYTHON)",
+        default=vllm_python(),
+        help="with --check: python of an environment with vLLM (default: VLLM_ENV/bin/python)",
     )
     return parser.parse_args()
+
+
+def vllm_python() -> Path | None:
+    """That of the environment that VLLM_ENV names, as `make test-vllm` makes one."""
+    folder = os.environ.get("VLLM_ENV")
+    return Path(folder) / "bin" / "python" if folder else None
 
 
 def is_current(out: Path, source: Path, form: str, dtype: str) -> bool:
@@ -137,6 +145,8 @@ def export(args: argparse.Namespace) -> None:
         stitch(target_folder(target.name, target.revision), out, joined)
         print(f"{joined}: the target with its MTP layer")
     print("\n".join(serve_lines(facts, findings).values()))
+    if names.engine_note:
+        print(names.engine_note)
     if args.push:
         print(push_folder(HfApi(), out, args.push, private=not args.public))
 

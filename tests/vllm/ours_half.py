@@ -17,8 +17,10 @@ from data.vocab import DraftVocab, full_vocab
 from drafters.anchors import choose_anchors
 from drafters.base import DecodingDrafter
 from drafters.export_form import Form
+from drafters.export_info import WITH_TARGET
 from drafters.lookup import Lookup, _Row
 from drafters.methods import METHODS, build_drafter
+from drafters.mtp_stitch import stitch
 from drafters.vllm_format import TargetInfo, save
 from eval.decode import Decoded, DecodeSettings, decode
 from recipes.schema import LossSection
@@ -55,17 +57,19 @@ TARGETS: dict[str, dict[str, Any]] = {
 class Case:
     """One row of the table: a drafter of ours and how the engine is told of it.
 
-    make: (target) -> a drafter, trained or without weights.
+    make: (target, its own answers) -> a drafter, trained or without weights.
     save: (drafter, folder, target) -> None, for a drafter that has a folder.
     config: the engine's speculative config, without model and number of tokens.
     target: one of TARGETS.
+    joined: the engine finds the drafter in a copy of the target, FOLDER-with-target.
     """
 
-    make: Callable[[Target], DecodingDrafter]
+    make: Callable[[Target, list[Row]], DecodingDrafter]
     save: Callable[[Any, Path, Target], None] | None
     config: dict[str, Any]
     target: str = "llama"
     num_draft: int = NUM_DRAFT
+    joined: bool = False
 
 
 @dataclass
@@ -73,26 +77,20 @@ class Ours:
     """What our side did: answers with their rounds, and the greedy tokens of the target alone."""
 
     case: Case
+    target: Target
+    drafter: DecodingDrafter
     folder: Path
     answers: list[Decoded]
     plain: list[list[int]]
 
 
-def trained(
-    section: Any,
-    form: Form = "vllm",
-    target: str = "llama",
-    prompts: list[list[int]] | None = None,
-) -> Case:
+def trained(section: Any, form: Form = "vllm", target: str = "llama") -> Case:
     """A drafter of drafters.methods by its section of a recipe, exported in a form of its method.
 
     The engine's config is the one that the method's export form names, as in `vllm serve` lines.
-    `prompts` are those it is trained on; None = those of the test.
     """
-    known = prompts or make_prompts()
 
-    def make(loaded: Target) -> DecodingDrafter:
-        rows = rows_of(loaded, known)
+    def make(loaded: Target, rows: list[Row]) -> DecodingDrafter:
         whole = section.draft_vocab_size is None
         vocab = full_vocab(VOCAB_SIZE) if whole else vocab_of(rows)
         aux_layers = tuple(section.aux_layers or section.default_aux_layers(loaded.num_layers))
@@ -101,9 +99,11 @@ def trained(
 
     def write(drafter: Any, folder: Path, loaded: Target) -> None:
         save(drafter, folder, form, torch.float32, TargetInfo.of(loaded), ORIGIN)
+        if joined:
+            stitch(Path(loaded.name), folder, folder.with_name(folder.name + WITH_TARGET))
 
-    config = METHODS[section.method].form.engine
-    return Case(make=make, save=write, config=config, target=target)
+    config, joined = METHODS[section.method].form.engine, section.method == "mtp"
+    return Case(make=make, save=write, config=config, target=target, joined=joined)
 
 
 class _EarliestRow(_Row):
@@ -127,7 +127,7 @@ class EarliestLookup(Lookup):
 
 def ngram() -> Case:
     config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    return Case(make=lambda _target: EarliestLookup(1, 3), save=None, config=config)
+    return Case(make=lambda _target, _rows: EarliestLookup(1, 3), save=None, config=config)
 
 
 def make_target(kind: str, folder: Path) -> Target:
@@ -137,7 +137,7 @@ def make_target(kind: str, folder: Path) -> Target:
     """
     target = tiny_target(kind, **(TARGET_SHAPE | TARGETS[kind]))
     target.model.save_pretrained(folder)
-    target.eos_ids = []
+    target.eos_ids, target.name = [], str(folder)
     return target
 
 

@@ -1,8 +1,6 @@
 """eval/bench.py --engine vllm on a real server: its record counts what our own loop counts."""
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,10 @@ from eval.served import ServeOptions, bench_served, render_task
 from eval.tasks import Task
 from recipes.drafter_sections import Eagle3Section
 from recipes.schema import Recipe, TargetSection
-from tests.vllm.ours_half import NUM_DRAFT, make_target, trained
+from tests.vllm.ours_half import NUM_DRAFT, make_target, rows_of, trained
+from tests.vllm.settings import MARKS, VLLM_PYTHON
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = MARKS
 
 NUM_TOKENS = 24
 TEXTS = ["abc", "Why is it so?", "abababab", "1 2 3"]
@@ -46,8 +45,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
             },
         }
     )
-    case = trained(Eagle3Section(), prompts=render_task(recipe, TASK, "completions"))
-    drafter = case.make(made)
+    case = trained(Eagle3Section())
+    drafter = case.make(made, rows_of(made, render_task(recipe, TASK, "completions")))
     assert case.save is not None
     case.save(drafter, folder / "export", made)
     return Plan(recipe, "served", folder, folder / "export", folder / "results")
@@ -73,10 +72,9 @@ def our_counts(plan: Plan) -> dict[str, Any]:
 def test_served_record_counts_what_our_loop_counts(plan, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    python = Path(os.environ["VLLM_ENV"]) / "bin" / "python"
     options = ServeOptions(
         engine="vllm",
-        command=f"{python} -m vllm.entrypoints.openai.api_server",
+        command=f"{VLLM_PYTHON} -m vllm.entrypoints.openai.api_server",
         flags=FLAGS,
         concurrency=(1, 4),
     )
