@@ -17,6 +17,10 @@ import torch
 from torch import Tensor
 
 
+LEAST_FIXED = 256  # places of a cache of fixed width, at least
+MOST_FIXED = 64  # new tokens of a pass that looks at all places
+
+
 class TreeNodes(NamedTuple):
     """How the tokens of a pass hang together when they are a tree and not a chain.
 
@@ -39,6 +43,9 @@ class KVCache:
         max_length: places a row has (T); appending past it raises IndexError.
         num_kv_heads, head_dim: shape of one entry (N, D).
         dtype, device: of the buffers.
+        fixed_width: max_length is rounded up to a power of two, and passes of few tokens behind a
+            prompt (those with `fixed`) look at all places, so that their shapes do not change: what
+            torch.compile and CUDA graphs want.
     """
 
     def __init__(
@@ -50,18 +57,30 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        fixed_width: bool = False,
     ) -> None:
+        if fixed_width:
+            max_length = max(LEAST_FIXED, 1 << (max_length - 1).bit_length())
         shape = (batch_size, num_kv_heads, max_length, head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.max_length = max_length
         self.rows_B = torch.arange(batch_size, device=device)
+        self.fixed_width, self.fixed = fixed_width, False
+        self.warmed: set[tuple[int, ...]] = set()  # of data.compiled
+        self._mark_static()
         self._window = (0, 0)  # (places that attention has to look at, new tokens) of this pass
 
     @property
     def batch_size(self) -> int:
         return int(self.lengths_B.shape[0])
+
+    def _mark_static(self) -> None:
+        """Tell CUDA graphs that the buffers stay where they are, though they are written to."""
+        if self.fixed_width:
+            for buffer in (*self.keys, *self.values):
+                torch._dynamo.mark_static_address(buffer)
 
     def begin(self, num_new: int, nodes: TreeNodes | None = None) -> None:
         """Announce a forward pass over `num_new` tokens in every row (before the first append).
@@ -78,16 +97,17 @@ class KVCache:
             raise IndexError(
                 f"the cache has {self.max_length} places and this pass needs {longest}"
             )
-        self._window = (longest, num_new)
+        self.fixed = self.fixed_width and num_nodes < longest and num_new <= MOST_FIXED
+        self._window = (self.max_length if self.fixed else longest, num_new)
         self._nodes = nodes
-        self._masks: dict[int | None, Tensor] = {}
+        self.masks: dict[int | None, Tensor] = {}
         offsets_S = torch.arange(num_nodes - num_new, num_nodes, device=self.lengths_B.device)
         self.places_BS = self.lengths_B[:, None] + offsets_S[None]
         self.positions_BS = self.places_BS
         if nodes is not None:
             depths_BS = nodes.depths_BP[:, num_nodes - num_new :]
             self.positions_BS = self.lengths_B[:, None] + depths_BS
-        self.aligned = bool((self.lengths_B == self.lengths_B[0]).all())
+        self.aligned = not self.fixed and bool((self.lengths_B == self.lengths_B[0]).all())
         self.start = longest - num_new
 
     def append(self, layer: int, keys_BNSD: Tensor, values_BNSD: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,8 +130,8 @@ class KVCache:
         sees. A window counts positions, of which nodes of one depth share one. The same for every
         layer of a pass, so it is made once.
         """
-        if sliding_window in self._masks:
-            return self._masks[sliding_window]
+        if sliding_window in self.masks:
+            return self.masks[sliding_window]
         places_T = torch.arange(self._window[0], device=self.lengths_B.device)
         if self._nodes is None:
             mask_BST = places_T[None, None] <= self.positions_BS[..., None]
@@ -121,7 +141,7 @@ class KVCache:
         if sliding_window is not None:
             oldest_BS1 = self.positions_BS[..., None] - sliding_window
             mask_BST = mask_BST & (place_positions_BT[:, None] > oldest_BS1)
-        self._masks[sliding_window] = mask_BST
+        self.masks[sliding_window] = mask_BST
         return mask_BST
 
     def _tree_mask(self, places_T: Tensor, nodes: TreeNodes) -> tuple[Tensor, Tensor]:
@@ -174,6 +194,7 @@ class KVCache:
         self.values = [values[:num] for values in self.values]
         self.lengths_B = self.lengths_B[list(rows)]
         self.rows_B = self.rows_B[:num]
+        self._mark_static()
 
     def advance(self, num_tokens_B: Tensor | int) -> None:
         """Commit the first `num_tokens` of the tokens just appended, row by row."""

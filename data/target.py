@@ -30,6 +30,7 @@ from transformers import (
 from data import conversations, embedded
 from data.attention import ATTENTION, thin_linear, use_thin_linears
 from data.cache import KVCache, TreeNodes
+from data.compiled import CompiledPass
 from data.documents import Documents
 from data.files import stable_hash
 from data.target_ends import load_ends
@@ -116,6 +117,7 @@ class Target:
         self.pad_id = conversations.pad_token_id(tokenizer, self.eos_ids)
         self._wanted: set[int] = set()
         self._states: dict[int, Tensor] = {}
+        self._compiled: CompiledPass | None = None
         for index, layer in enumerate(self.decoder.layers):
             layer.register_forward_hook(self._hook(index + 1))
         self._logit_scale, self._softcap = head_scale(self.config.to_dict())
@@ -184,7 +186,18 @@ class Target:
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for `batch_size` rows of at most `max_length` tokens."""
-        return cache_for(self.config, batch_size, max_length, self.dtype, self.device)
+        fixed = self._compiled is not None
+        return cache_for(self.config, batch_size, max_length, self.dtype, self.device, fixed)
+
+    def compile_passes(self, mode: str, key: str) -> None:
+        """Run short passes over caches made from now on through torch.compile (data.compiled)."""
+
+        def run(cache: KVCache, ids_BS: Tensor, aux_layers: tuple[int, ...]) -> Any:
+            kwargs = {"position_ids": cache.positions_BS, "kv_cache": cache}
+            states = self._run_layers(ids_BS, aux_layers, kwargs)
+            return states.hidden_BSH, states.aux_BSF
+
+        self._compiled = CompiledPass(run, mode, key)
 
     @torch.no_grad()
     def forward(
@@ -212,11 +225,18 @@ class Target:
         kwargs: dict[str, Any] = {}
         if cache is not None:
             cache.begin(ids_BS.shape[1], nodes)
+            if self._compiled is not None and cache.fixed:
+                return TargetStates(*self._compiled(cache, ids_BS, aux_layers))
             kwargs = {"position_ids": cache.positions_BS, "kv_cache": cache}
         elif documents is not None:
             kwargs = documents.model_inputs()
         if self._parts is not None:
             self._parts.begin_pass(self.decoder.layers)
+        return self._run_layers(ids_BS, aux_layers, kwargs)
+
+    def _run_layers(
+        self, ids_BS: Tensor, aux_layers: tuple[int, ...], kwargs: dict[str, Any]
+    ) -> TargetStates:
         self._wanted = {*aux_layers, self.num_layers}
         self.decoder(input_ids=ids_BS, use_cache=False, **kwargs)
         states, self._states = self._states, {}
@@ -326,6 +346,7 @@ def cache_for(
     max_length: int,
     dtype: torch.dtype,
     device: torch.device,
+    fixed_width: bool = False,
 ) -> KVCache:
     """An empty cache of the shape that a text model's config asks for."""
     heads = int(config.num_attention_heads)
@@ -337,6 +358,7 @@ def cache_for(
         int(config.to_dict().get("head_dim") or config.hidden_size // heads),
         dtype,
         device,
+        fixed_width,
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
+from data.compiled import CompiledPass
 from data.sampling import final_probs, penalise
 from data.target import Target
 
@@ -104,6 +105,13 @@ class DecodingDrafter(ABC):
 
     aux_layers: tuple[int, ...] = ()  # target layers whose states `observe` is given
 
+    def compile_passes(self, mode: str, key: str) -> None:
+        """Run the short passes of decodes to come through torch.compile (data.compiled).
+
+        Nothing changes where a drafter has no network, or only single products.
+        """
+        return None
+
     @abstractmethod
     def start(self, prompts: list[list[int]], max_length: int) -> Any:
         """Make the state for one decode of these prompts (rows), of at most `max_length` tokens."""
@@ -179,6 +187,7 @@ class TrainedDrafter(nn.Module, DecodingDrafter):
     method: ClassVar[str]
     num_anchors: int | None = None
     config: Any  # a frozen dataclass with its shape
+    _compiled: CompiledPass | None = None
     d2t: Tensor
 
     @property

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from data.attention import masked_attention, thin_linear
 from data.batch import Batch
 from data.cache import KVCache, TreeNodes
+from data.compiled import CompiledPass
 from data.target import Target
 from drafters.anchors import anchors_of, choose_anchors, supervised_slots
 from drafters.base import Head, Proposal, Sampling, Slots, TrainedDrafter
@@ -236,6 +237,7 @@ class DFlash(TrainedDrafter):
             config.head_dim,
             weight.dtype,
             weight.device,
+            self._compiled is not None,
         )
         return DFlashState(cache, torch.zeros_like(cache.lengths_B))
 
@@ -270,6 +272,14 @@ class DFlash(TrainedDrafter):
         # The cache's word for "new places that see each other by a table" is a tree.
         depths_BL = torch.arange(L, device=ids_BL.device).expand(rows, -1)
         cache.begin(L, TreeNodes(depths_BL, self.sees_LL().expand(rows, -1, -1)))
+        if self._compiled is not None and cache.fixed:
+            return self._compiled(cache, ids_BL)
+        return self._over_cache(cache, ids_BL)
+
+    def compile_passes(self, mode: str, key: str) -> None:
+        self._compiled = CompiledPass(self._over_cache, mode, key)
+
+    def _over_cache(self, cache: KVCache, ids_BL: Tensor) -> Tensor:
         x_BLH, mask_BLT = self.embed(ids_BL), cache.mask_BST()
         cos, sin = self._rope[0](x_BLH, cache.positions_BS)
         for i, layer in enumerate(self.block_layers):

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from data.attention import masked_attention
 from data.batch import Batch
 from data.cache import KVCache
+from data.compiled import CompiledPass
 from data.documents import Documents
 from data.target import Target
 from drafters.anchors import supervised_slots
@@ -279,6 +280,7 @@ class Eagle3(TrainedDrafter):
             config.head_dim,
             weight.dtype,
             weight.device,
+            self._compiled is not None,
         )
         return Eagle3State(cache, weight.new_zeros(len(prompts), config.hidden_size))
 
@@ -287,8 +289,16 @@ class Eagle3(TrainedDrafter):
         return Eagle3State(state.cache, state.last_hidden_BH[rows])
 
     def _cached_step(self, state: Eagle3State, ids_BS: Tensor, hidden_BSH: Tensor) -> Tensor:
-        cache = state.cache
-        cache.begin(ids_BS.shape[1])
+        state.cache.begin(ids_BS.shape[1])
+        run = self._over_cache
+        if self._compiled is not None and state.cache.fixed:
+            run = self._compiled
+        return run(state.cache, ids_BS, hidden_BSH)
+
+    def compile_passes(self, mode: str, key: str) -> None:
+        self._compiled = CompiledPass(self._over_cache, mode, key)
+
+    def _over_cache(self, cache: KVCache, ids_BS: Tensor, hidden_BSH: Tensor) -> Tensor:
         mask_BST = cache.mask_BST()
 
         def attend_in(layer: int) -> Attend:

@@ -90,6 +90,9 @@ class LookupThen(DecodingDrafter):
         self.lookup, self.head = lookup, head
         self.aux_layers = head.aux_layers
 
+    def compile_passes(self, mode: str, key: str) -> None:
+        self.head.compile_passes(mode, key)
+
     def start(self, prompts: list[list[int]], max_length: int) -> _Both:
         return _Both(self.lookup.start(prompts, max_length), self.head.start(prompts, max_length))
 

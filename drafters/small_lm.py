@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from data.attention import ATTENTION, thin_linear, use_thin_linears
 from data.batch import Batch
 from data.cache import KVCache
+from data.compiled import CompiledPass
 from data.target import Target, cache_for, head_scale
 from drafters.anchors import (
     anchors_of,
@@ -168,7 +169,14 @@ class SmallLM(TrainedDrafter):
         first_B = torch.tensor([prompt[0] for prompt in prompts], device=weight.device)
         return SmallLMState(
             # One place more than the target's cache: that one never holds the newest token.
-            cache_for(self.lm.config, len(prompts), max_length + 1, weight.dtype, weight.device),
+            cache_for(
+                self.lm.config,
+                len(prompts),
+                max_length + 1,
+                weight.dtype,
+                weight.device,
+                self._compiled is not None,
+            ),
             weight.new_zeros(len(prompts), self.head_weights()[0].shape[1]),
             first_B,
         )
@@ -180,6 +188,14 @@ class SmallLM(TrainedDrafter):
 
     def _cached(self, cache: KVCache, ids_BN: Tensor) -> Tensor:
         cache.begin(ids_BN.shape[1])
+        if self._compiled is not None and cache.fixed:
+            return self._compiled(cache, ids_BN)
+        return self._over_cache(cache, ids_BN)
+
+    def compile_passes(self, mode: str, key: str) -> None:
+        self._compiled = CompiledPass(self._over_cache, mode, key)
+
+    def _over_cache(self, cache: KVCache, ids_BN: Tensor) -> Tensor:
         return self.states(ids_BN, position_ids=cache.positions_BS, kv_cache=cache)
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from data.sampling import mark_seen, sample, seen_along, seen_in
@@ -111,10 +112,12 @@ class Run:
         """Leave finished rows behind; the last rows of the batch take the places of others."""
         live = [b for b, row in enumerate(self.rows) if not row.finish]
         num = len(live)
+        if self.settings.fixed_shapes:
+            num = min(len(self.rows), 1 << (num - 1).bit_length())
         if num == len(self.rows):
             return
         last = iter(b for b in live if b >= num)
-        kept = [next(last) if self.rows[b].finish else b for b in range(num)]
+        kept = [next(last, b) if self.rows[b].finish else b for b in range(num)]
         self.cache.keep_rows(kept)
         if self.drafter:
             self.state = self.drafter.keep(self.state, kept)
@@ -211,13 +214,15 @@ class Run:
         """Never more than an answer still has room for, the target's own token included."""
         cap = self.settings.max_new_tokens - 1
         room = [0 if row.finish else cap - len(row.ids) for row in self.rows]
-        num_draft = min(self.settings.num_draft, max(room))
+        most = self.settings.num_draft
+        num_draft = most if self.settings.fixed_shapes else min(most, max(room))
         if not self.drafter or not num_draft:
             return Proposal(self.last_B[:, None][:, :0], torch.zeros_like(self.last_B))
         proposal = self.drafter.propose(
             self.state, num_draft, self.sampling, uniforms_BK[:, :num_draft], self.seen_BV
         )
-        return _narrow(proposal, torch.tensor(room, device=self.device))
+        room_B = torch.tensor(room, device=self.device)
+        return _narrow(proposal, room_B, most if self.settings.fixed_shapes else 0)
 
     def law(self, logits_BSV: Tensor, proposal: Proposal) -> Tensor:
         """The target's final distributions at every position of the proposal."""
@@ -264,13 +269,22 @@ class Run:
                 self.on_tokens(number, row.ids[-num:])
 
 
-def _narrow(proposal: Proposal, room_B: Tensor) -> Proposal:
-    """The proposal on the target's device, within the room of each row, as wide as the widest."""
+def _narrow(proposal: Proposal, room_B: Tensor, width: int) -> Proposal:
+    """The proposal on the target's device, within the room of each row, as wide as the widest.
+
+    Args:
+        width: at least so wide; no row proposes what is added.
+    """
     num_B = torch.minimum(proposal.num_proposed_B.to(room_B.device), room_B)
-    K, probs, laws = int(num_B.max()), proposal.probs_BKV, proposal.laws
+    K, probs, laws = max(int(num_B.max()), width), proposal.probs_BKV, proposal.laws
+    more = max(0, K - proposal.tokens_BK.shape[1])
+
+    def cut(law_BKV: Tensor) -> Tensor:
+        return pad(law_BKV[:, :K], (0, 0, 0, more))
+
     return Proposal(
-        proposal.tokens_BK.to(room_B.device)[:, :K],
+        pad(proposal.tokens_BK.to(room_B.device)[:, :K], (0, more)),
         num_B,
-        None if probs is None else probs[:, :K],
-        None if laws is None else DraftLaws(*(law_BKV[:, :K] for law_BKV in laws)),
+        None if probs is None else cut(probs),
+        None if laws is None else DraftLaws(*map(cut, laws)),
     )

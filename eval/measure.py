@@ -52,6 +52,7 @@ def decode_settings(section: EvalSection, temperature: float) -> DecodeSettings:
         sampling=sampling,
         seed=section.seed,
         verification="token" if section.verification == "tree" else section.verification,
+        fixed_shapes=section.compile is not None,
     )
 
 

@@ -91,6 +91,8 @@ def make_drafters(plan: Plan, target: Target, names: Sequence[str]) -> dict[str,
     drafter = load_any(plan.export, target, target.dtype)
     drafter.to(target.device).eval()
     drafter.use_target(target)
+    if section.compile is not None:
+        drafter.compile_passes(section.compile, "eval.compile")
     known: dict[str, DecodingDrafter] = {
         **untrained,
         "drafter": drafter,
@@ -150,6 +152,7 @@ def make_settings(
         "template_kwargs": recipe.data.template_kwargs,
         "template_hash": template_hash,
         **({"siblings": section.siblings} if section.verification == "tree" else {}),
+        **({} if section.compile is None else {"compile": section.compile}),
     }
 
 

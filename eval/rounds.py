@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from data.compiled import Compiling
 from drafters.base import DraftLaws, Proposal, Sampling
 from eval.lossless import pit_columns
 from eval.verify import Verdict, verify_block, verify_token
@@ -86,6 +87,8 @@ class DecodeSettings:
 
     num_draft: tokens proposed a round (0 with no drafter). stop: strings that end an answer.
     verification: the rule, eval.verify.verify_token or verify_block. verifier: takes its place.
+    fixed_shapes: every round has as many positions, and batches shrink by halves, for passes that
+    are compiled for each shape.
     """
 
     max_new_tokens: int
@@ -95,6 +98,7 @@ class DecodeSettings:
     seed: int = 0
     verification: Literal["token", "block"] = "token"
     verifier: Verifier | None = None
+    fixed_shapes: bool = False
 
     def verify(self, inputs: VerifyInputs) -> Verdict:
         """Judge one round."""
@@ -170,7 +174,7 @@ class Seconds:
 
 
 class Clock:
-    """Seconds since the lap before; waits for the device."""
+    """Seconds since the lap before, without those of compiling; waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -180,7 +184,7 @@ class Clock:
     def lap(self) -> float:
         if self.cuda:
             torch.cuda.synchronize()
-        now = time.perf_counter()
+        now = time.perf_counter() - Compiling.seconds
         took, self.last = now - self.last, now
         return took
 

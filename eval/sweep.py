@@ -100,6 +100,13 @@ def load_target(recipe: Recipe, dtype: str | None = None) -> Target:
     if recipe.data.chat_template is not None:
         text = recipe.data.chat_template.read_text(encoding="utf-8")
         target.tokenizer.chat_template = text
+    if recipe.eval.compile is not None:
+        if recipe.eval.verification == "tree":
+            raise UserError(
+                "eval.compile: trees differ in size from round to round, and each size would be "
+                "compiled; set eval.compile: null, or eval.verification to token or block"
+            )
+        target.compile_passes(recipe.eval.compile, "eval.compile")
     return target
 
 
@@ -133,9 +140,10 @@ def run_points(points: Sequence[Point], tasks: Sequence[Task]) -> None:
     times: dict[int, PassTimes] = {}
     for key, group in groups.items():
         plan, size = group[0].plan, group[0].plan.recipe.eval.batch_size
-        if size not in times:
+        # Compiled, each size of a pass would cost a minute: then nothing is predicted from them.
+        if size not in times and plan.recipe.eval.compile is None:
             times[size] = time_passes(plan, target, tasks)
-        measure_group(group, target, tasks, checks.get(key, {}), times[size])
+        measure_group(group, target, tasks, checks.get(key, {}), times.get(size))
 
 
 def check_in_float32(
@@ -175,7 +183,7 @@ def measure_group(
     target: Target,
     tasks: Sequence[Task],
     checks: dict[str, GreedyComparison],
-    times: PassTimes,
+    times: PassTimes | None,
 ) -> None:
     """Measure drafters on all tasks at one temperature and write their records."""
     plan, temperature = group[0].plan, group[0].temperature

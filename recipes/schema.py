@@ -19,6 +19,7 @@ from recipes.errors import UserError
 from recipes.keys import apply_override, describe_errors
 from recipes.lm_sections import LanguageModelSection
 from recipes.section import (
+    CompileMode,
     Count,
     CountOrZero,
     Dtype,
@@ -157,6 +158,11 @@ class EvalSection(Section):
     num_draft_tokens: Count = Field(default=4, description="tokens proposed a round")
     max_new_tokens: Count = Field(default=128, description="tokens an answer, at most")
     batch_size: Count = Field(default=1, description="prompts side by side; 1 = latency")
+    compile: CompileMode | None = Field(
+        default=None,
+        description="mode of torch.compile for the passes of decoding, as torch names them; "
+        "reduce-overhead: CUDA graphs; aot_eager: traced without a compiler; null = off",
+    )
     repeats: Count = Field(
         default=1, description="timed runs of each prompt; from 2 on the middle one counts"
     )

@@ -13,6 +13,9 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "aot_eager"]
+
+
 class Section(BaseModel):
     """Base of all sections: unknown keys, wrong types, NaN and later changes are errors."""
 
