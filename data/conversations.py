@@ -10,6 +10,7 @@ that the template puts in, not the newline after the end-of-turn token.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -149,13 +150,13 @@ def span_mask(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> l
         spans: half-open character ranges, in order and disjoint.
     """
     mask = [0] * len(offsets)
-    index = 0
-    for position, (start, end) in enumerate(offsets):
-        while index < len(spans) and start >= spans[index][1]:
-            index += 1
-        if index == len(spans):
-            break
-        mask[position] = int(spans[index][0] <= start and end <= spans[index][1])
+    starts = [start for start, _ in offsets]
+    for begin, stop in spans:
+        first = bisect_left(starts, begin)
+        last = bisect_left(starts, stop, lo=first)
+        while last > first and offsets[last - 1][1] > stop:  # begins inside, ends behind
+            last -= 1
+        mask[first:last] = [1] * (last - first)
     return mask
 
 

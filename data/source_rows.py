@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -106,5 +105,10 @@ def _given(c: Prompt, section: DataSection, num_ids: int) -> Row:
 
 def spans_of(mask: list[int]) -> list[list[int]]:
     """Half-open ranges of the ones in a mask."""
-    edges = [i for i, (a, b) in enumerate(pairwise([0, *mask, 0])) if a != b]
-    return [list(pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
+    ones, spans, end = bytes(mask), list[list[int]](), 0
+    while (start := ones.find(1, end)) >= 0:
+        end = ones.find(0, start)
+        if end < 0:
+            end = len(ones)
+        spans.append([start, end])
+    return spans

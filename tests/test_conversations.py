@@ -352,6 +352,11 @@ def test_tokenizer_and_weights_that_disagree():
 def test_span_mask_takes_whole_tokens_only():
     offsets = [(0, 2), (2, 4), (3, 6), (6, 8), (8, 9), (9, 12)]
     assert span_mask(offsets, [(2, 5), (6, 9)]) == [0, 1, 0, 1, 1, 0]
+    # Tokens of one letter share its characters; one that begins inside and ends behind is out.
+    shared = [(0, 2), (2, 3), (2, 3), (3, 5), (3, 5)]
+    assert span_mask(shared, [(2, 3)]) == [0, 1, 1, 0, 0]
+    assert span_mask(shared, [(0, 4)]) == [1, 1, 1, 0, 0]
+    assert span_mask(shared, [(1, 5)]) == [0, 1, 1, 1, 1]
 
 
 def test_append_answer_keeps_the_ids_and_cuts_both_lists():

@@ -27,9 +27,13 @@ def expand(
     ends: Tensor,
     replace_from: Any,
     replace_to: Any,
-    **_limits: Any,
+    *_limits: Any,
+    **_named_limits: Any,
 ) -> None:
-    """Repeat each request's value for its tokens; `ends` are running totals of their numbers."""
+    """Repeat each request's value for its tokens; `ends` are running totals of their numbers.
+
+    vLLM calls it by place or by name, with a limit that is of no use here.
+    """
     ends = ends.to(torch.int64)
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     values = values.masked_fill(values == replace_from, replace_to)
