@@ -41,6 +41,7 @@ from tests.benchmarks.study_text import insert, to_markdown
 TABLE = Path(__file__).with_suffix(".yaml")
 # Minutes on two cores: an arm's start and export, its acceptance, one number of draft tokens timed.
 START_MINUTES, MEASURE_MINUTES, SPEED_MINUTES = 1, 2, 2
+MIN_HELDOUT = 2  # rows; of one there is no interval
 
 
 class Stopped(Exception):
@@ -100,6 +101,11 @@ def measure_training(
     recipe: Recipe, target: Target, prepared: Prepared, ngram: numbers.Heldout
 ) -> dict[str, Any]:
     """What training did: held-out numbers before and after it, beside lookup's, and the curve."""
+    if len(prepared.heldout) < MIN_HELDOUT:
+        raise UserError(
+            f"{len(prepared.heldout)} held-out rows say nothing about spread; a larger "
+            "data.num_prompts or data.heldout_fraction gives more"
+        )
     layers, seed = aux_layers_of(recipe, target), recipe.train.seed
     before = build_drafter(recipe.drafter, target, layers, prepared.vocab, seed)
     after = load(recipe.run_dir / "drafter", TargetInfo.of(target))
