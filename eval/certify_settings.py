@@ -33,8 +33,7 @@ class ChainSetting(NamedTuple):
 
     def replays(self, num_replays: int, seed: int) -> Replays[VerifyInputs]:
         """Broken verifiers beside the loop's own."""
-        by_draft = self.settings.verification == "token"
-        return Replays(self.settings.verify, self.rule, self.faults, num_replays, seed, by_draft)
+        return Replays(self.settings.verify, self.rule, self.faults, num_replays, seed)
 
     def __str__(self) -> str:
         """In words, such as "T=1, top-p 0.9, 2 drafts drawn"."""

@@ -204,9 +204,8 @@ class Run:
         record_alpha(self.rows, proposal, p_BSV, committed)
         record_probs(self.rows, proposal, p_BSV, emitted_BS, committed)
         if self.sampling.temperature > 0:
-            by_draft = self.settings.verification == "token"
             uniforms_BS = draws[:, 2 * most + 1 :]
-            record_pit(self.rows, proposal, emitted_BS, p_BSV, uniforms_BS, committed, by_draft)
+            record_pit(self.rows, proposal, emitted_BS, p_BSV, uniforms_BS, committed)
         self.tell(committed)
         clock.lap()
 

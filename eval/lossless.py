@@ -8,11 +8,13 @@ from p, so Kolmogorov-Smirnov tests over all tokens of a run judge the run.
 No one order shows every fault, so a token is transformed in three (`pit_columns`):
     ratio: by q / p, where the token was judged against a draft drawn from q. A wrong residual
         or a wrong q makes a law whose ratio to p follows q / p, and this order then collects
-        all of its distance to p. Allowed where every position decides for itself (token
-        verification, point masses, siblings of a tree: q is known before the position's token
-        is drawn and has no effect on its law). Not allowed for block verification, which
-        decides about a position by what was drafted behind it: there, and at positions without
-        a draft (bonus, the token of the prefill), it is the next order.
+        all of its distance to p. Allowed because q is a function of the tokens before, and p is
+        the law of a token given those and that the round has got so far. Where every position
+        decides for itself that is plain; for block verification, where what was drafted behind
+        has a say in it, it follows from two exact laws: if the first i - 1 and the first i tokens
+        follow the target, however a round ends and the target goes on behind it, so does the
+        i-th among the rounds that have one. At positions without a draft (bonus, the token of the
+        prefill) it is the next order.
     probability: the most likely token first. Shows wrong temperatures, positions and argmaxes.
     id: the order in which `data.sampling.sample` draws. Shows random numbers used twice.
 The p-value of a run is the smallest of the three, times three (Bonferroni): a right sampler is
@@ -92,7 +94,7 @@ def pit_columns(
         p_NV, tokens_N, uniforms_N: as pit_values.
         q_NV: what the position's candidates were drawn from; rows of zeros where nothing was
             proposed. For candidates chosen outright (argmax, lookup, top-k siblings) 1 at each
-            of them. None for block verification.
+            of them. None where nothing was proposed at all.
     """
     by_probability = pit_values(p_NV, tokens_N, uniforms_N, -p_NV)
     by_ratio = by_probability

@@ -54,7 +54,6 @@ class Replays(Generic[X]):
         verify: judges for the loop.
         control: the right rule.
         faults: those that apply to a round judge it.
-        by_draft: one order of the transform may use q (eval.lossless; not for block verification).
 
     columns: by rule and replay, tensors [N, 3] of transforms (eval.lossless.pit_columns).
     num_rounds, num_other: by rule, the rounds that it judged, and those of them in which it emitted
@@ -70,9 +69,8 @@ class Replays(Generic[X]):
         faults: Mapping[str, Fault[X]],
         num_replays: int,
         seed: int,
-        by_draft: bool = True,
     ) -> None:
-        self.verify, self.by_draft, self.num_replays = verify, by_draft, num_replays
+        self.verify, self.num_replays = verify, num_replays
         right = Fault("the right rule, replayed as the others", lambda _x: True, control)
         self.rules: dict[str, Fault[X]] = {CONTROL: right, **faults}
         self.columns: dict[str, list[list[Tensor]]] = {
@@ -104,9 +102,8 @@ class Replays(Generic[X]):
                 kept_BA = torch.arange(tokens_BA.shape[1], device=num_B.device) < num_B[:, None]
                 tokens_N, place_N = tokens_BA[kept_BA], place_BA[kept_BA]
                 row_N = kept_BA.nonzero()[:, 0]
-                q_NV = q_BPV[row_N, place_N] if self.by_draft else None
-                p_NV, uniforms_N = p_BPV[row_N, place_N], self._uniforms(tokens_N)
-                columns_N3 = pit_columns(p_NV, tokens_N, uniforms_N, q_NV)
+                p_NV, q_NV = p_BPV[row_N, place_N], q_BPV[row_N, place_N]
+                columns_N3 = pit_columns(p_NV, tokens_N, self._uniforms(tokens_N), q_NV)
                 self.columns[name][replay].append(columns_N3.cpu())
                 shown_BA = tokens_BA.masked_fill(~kept_BA, -1)
                 expected = shown_BA if expected is None else expected  # the control comes first

@@ -251,23 +251,17 @@ def record_pit(
     p_BSV: Tensor,
     uniforms_BS: Tensor,
     committed: list[int],
-    order_by_draft: bool,
 ) -> None:
     """Transform the tokens that this round committed.
 
     Args:
         uniforms_BS: at least as wide as p; used for nothing else.
-        order_by_draft: one of the orders may use q, which makes the usual faults show. Only for
-            rules that decide a position without looking at later ones (token verification):
-            elsewhere where a round ends depends on tokens behind, and so would the order.
     """
     S = p_BSV.shape[1]
     committed_B = torch.tensor(committed, device=p_BSV.device)
     kept_BS = torch.arange(S, device=p_BSV.device) < committed_B[:, None]
-    q_NV = None
-    if order_by_draft:
-        q_BKV, num_B = proposal.probs_BKV, proposal.num_proposed_B
-        q_NV = drafted_from(p_BSV, proposal.tokens_BK, num_B, q_BKV)[kept_BS]
+    q_BKV, num_B = proposal.probs_BKV, proposal.num_proposed_B
+    q_NV = drafted_from(p_BSV, proposal.tokens_BK, num_B, q_BKV)[kept_BS]
     columns_N3 = pit_columns(p_BSV[kept_BS], emitted_BS[kept_BS], uniforms_BS[:, :S][kept_BS], q_NV)
     for row, values in zip(rows, columns_N3.split(committed), strict=True):
         row.pit += values.tolist()

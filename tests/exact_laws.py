@@ -88,6 +88,19 @@ def emitted_law(
 ) -> tuple[Emitted, Fraction]:
     """Law of the first `length` tokens (one round, then the target goes on), mean of emitted ones.
 
+    Args: as round_law.
+    """
+    law: Emitted = defaultdict(Fraction)
+    mean = Fraction(0)
+    for emitted, mass in round_law(cases, run).items():
+        mean += mass * len(emitted)
+        extend(law, p, emitted[:length], mass, length)
+    return dict(law), mean
+
+
+def round_law(cases: list[Case], run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Emitted:
+    """Probability of what one round emits.
+
     Args:
         run: (case number [N], acceptance uniforms [N, U], final uniforms [N]) -> emitted tokens
             [N, L], -1 behind the last.
@@ -112,13 +125,7 @@ def emitted_law(
         results.append(run(number_N, uniforms_NU[:, :-1], uniforms_NU[:, -1]))
     for other in results[1:]:
         assert torch.equal(results[0], other), "the rule changes its result within a cell"
-    law: Emitted = defaultdict(Fraction)
     sums: Emitted = defaultdict(Fraction)
-    for tokens, volume in zip(map(tuple, results[0].tolist()), volumes, strict=True):
-        sums[tokens] += volume
-    mean = Fraction(0)
-    for tokens, mass in sums.items():
-        emitted = tuple(t for t in tokens if t >= 0)
-        mean += mass * len(emitted)
-        extend(law, p, emitted[:length], mass, length)
-    return dict(law), mean
+    for tokens, volume in zip(results[0].tolist(), volumes, strict=True):
+        sums[tuple(t for t in tokens if t >= 0)] += volume
+    return dict(sums)

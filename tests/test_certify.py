@@ -37,14 +37,14 @@ def section(**changes: Any) -> EvalSection:
     return SECTION.model_copy(update=changes)
 
 
+DRAWN = {"draft_sampling": "sampled", "top_p": 0.9}  # one setting has all faults
 TREES = {
-    "top": section(verification="tree", tree="3,2"),
-    "dynamic": section(verification="tree", tree="6/3/3"),
+    "top": section(verification="tree", tree="6/3/3"),
     "with_replacement": section(
-        verification="tree", tree="3,2", siblings="with_replacement", draft_sampling="sampled"
+        verification="tree", tree="3,2", siblings="with_replacement", **DRAWN
     ),
     "without_replacement": section(
-        verification="tree", tree="3,2", siblings="without_replacement", draft_sampling="sampled"
+        verification="tree", tree="3,2", siblings="without_replacement", **DRAWN
     ),
 }
 SECTIONS = {"token": SECTION, "block": section(verification="block"), **TREES}
@@ -111,18 +111,17 @@ def test_fault_in_the_loop_is_rejected_and_its_replay_is_like_it(kind: str, name
 def test_block_and_trees_pass_and_their_faults_are_caught(kind: str) -> None:
     found = certificate(kind)
     assert found["passed"], found["line"]
-    faults = {"block": CHAIN_FAULTS, "top": OF_TOP, "dynamic": OF_TOP}.get(kind, OF_DRAWN)
+    faults = {"block": CHAIN_FAULTS, "top": OF_TOP}.get(kind, OF_DRAWN)
     assert {fault["verifier"] for fault in found["power"]} == set(faults)
     missed = {fault["verifier"] for fault in found["power"] if not fault["caught"]}
-    small = {"block": "replacement_from_p", "top": "", "dynamic": ""}.get(kind, "other_replacement")
+    small = "other_replacement" if faults is OF_DRAWN else ""
     assert missed <= {small}, found["line"]
     for fault in found["power"]:
         assert fault["num_other"] > 0
         assert (fault["tokens_needed"] > 10_000) >= (fault["verifier"] in missed)
     words = {
         "block": "chain, block verification",
-        "top": "tree 3,2, siblings chosen outright",
-        "dynamic": "tree 6/3/3, siblings chosen outright",
+        "top": "tree 6/3/3, siblings chosen outright",
         "with_replacement": "tree 3,2, siblings drawn with replacement",
         "without_replacement": "tree 3,2, siblings drawn without replacement",
     }
@@ -139,7 +138,7 @@ def test_a_drafter_equal_to_its_target_passes_and_the_line_says_why(kind: str) -
     """One law at every position: no fault can do anything wrong, so none can be caught."""
     row_V = torch.randn(24, generator=torch.Generator().manual_seed(1))
     target, drafter = same_pair(row_V.expand(24, 24).contiguous(), kind in TREES)
-    drawn = SECTIONS[kind].model_copy(update={"draft_sampling": "sampled", "top_p": 0.9})
+    drawn = SECTIONS[kind].model_copy(update=DRAWN)
     found = certify(target, "drafter", drafter, PROMPTS[:32], drawn, None, 1500)
     by_name = {fault["verifier"]: fault for fault in found["power"]}
     by_name.pop("argmax_as_drawn", None)  # of outright drafts, which can be rejected

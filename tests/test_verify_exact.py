@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -22,6 +23,7 @@ from tests.exact_laws import (
     one_hot,
     random_law,
     residual,
+    round_law,
     target_law,
 )
 
@@ -62,6 +64,20 @@ def law_of(
     point_mass: bool = False,
 ) -> tuple[Emitted, Fraction]:
     """Law of num_draft + 1 tokens and E[tau]; num_proposed says how many of x are verified."""
+    cases, run = round_of(verify, cuts, p, q, num_draft, num_proposed, point_mass)
+    return emitted_law(p, num_draft + 1, cases, run)
+
+
+def round_of(
+    verify: Callable[..., Verdict],
+    cuts: Rule,
+    p: Law,
+    q: Law,
+    num_draft: int,
+    num_proposed: Callable[[Prefix], int] | None = None,
+    point_mass: bool = False,
+) -> tuple[list[Case], Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Every proposal, and a round of the rule over them, as emitted_law takes them."""
     vocab_size = len(p[()])
     cases, tokens, counts, p_rows, q_rows = [], [], [], [], []
     for x in itertools.product(range(vocab_size), repeat=num_draft):
@@ -93,13 +109,33 @@ def law_of(
         behind_NK1 = torch.arange(num_draft + 1) > accepted_N[:, None]
         return emitted_NK1.masked_fill(behind_NK1, -1)
 
-    return emitted_law(p, num_draft + 1, cases, run)
+    return cases, run
 
 
 def pair(seed: int, vocab_size: int, num_draft: int) -> tuple[Law, Law]:
     generator = random.Random(seed)
     p = random_law(generator, vocab_size, num_draft + 1)
     return p, random_law(generator, vocab_size, num_draft)
+
+
+@pytest.mark.parametrize(
+    ("verify", "cuts"), [(verify_token, token_cuts), (verify_block, block_cuts)]
+)
+def test_each_token_follows_the_target_among_the_rounds_that_have_one(
+    verify: Callable[..., Verdict], cuts: Rule
+) -> None:
+    """What allows eval.lossless to order the tokens of a place by the q of this place."""
+    p, q = pair(7, 3, 3)
+    emitted = round_law(*round_of(verify, cuts, p, q, 3))
+    begins: Emitted = defaultdict(Fraction)  # rounds that emit these tokens and maybe more
+    long_enough: Emitted = defaultdict(Fraction)  # of them, those that emit more
+    for tokens, mass in emitted.items():
+        for i in range(len(tokens)):
+            begins[tokens[: i + 1]] += mass
+            long_enough[tokens[:i]] += mass
+    assert max(map(len, begins)) == 4
+    for tokens, mass in begins.items():
+        assert mass == p[tokens[:-1]][tokens[-1]] * long_enough[tokens[:-1]]
 
 
 @pytest.mark.parametrize(
