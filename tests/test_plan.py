@@ -1,6 +1,8 @@
 """What a run will need, before it runs: memory against a real step, hours against hand counts."""
 
+import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from data.target import Target
 from data.vocab import DraftVocab
 from drafters.methods import build_drafter
 from recipes.errors import UserError
-from recipes.schema import Recipe
+from recipes.schema import Recipe, load_recipe
+from tests.tiny_exports import ROOT
 from tests.tiny_targets import tiny_target
 from train.distiller import Distiller
 from train.gpu_hours import COMPUTE_SHARE, estimate
@@ -162,3 +165,82 @@ def test_counting_flops_changes_no_bit_of_a_step() -> None:
         grads = {n: p.grad for n, p in distiller.named_parameters() if p.grad is not None}
         found.append({name: grad.clone() for name, grad in grads.items()})
     assert all(torch.equal(found[1][name], grad) for name, grad in found[0].items())
+
+
+GPU_RECIPES = sorted(
+    path
+    for path in (ROOT / "recipes").glob("*.yaml")
+    if not path.stem.startswith(("smollm2", "smoke"))
+)
+# The published shapes, as far as sizes follow from them.
+SHAPES = {
+    "Qwen/Qwen3-8B": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 1000000,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen3-0.6B": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 1000000,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+    },
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def folder_of(model: str, root: Path) -> str:
+    """A folder that holds the model's config and nothing else."""
+    folder = root / model.replace("/", "--")
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[model]))
+    return str(folder)
+
+
+@pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: path.stem)
+def test_recipes_for_gpus_dry_run_from_the_config_alone(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    # Rows of 128 tokens: the step is run on shapes, chunk after chunk.
+    short = ["data.max_length=128", "data.max_prompt_tokens=64", "data.max_new_tokens=64"]
+    changes = [f"target.model={folder_of(recipe.target.model, tmp_path)}", *short]
+    if recipe.drafter.method == "small_lm" and recipe.drafter.model is not None:
+        changes.append(f"drafter.model={folder_of(recipe.drafter.model, tmp_path)}")
+    text = describe(load_recipe(path, changes))
+    assert "no estimates" not in text
+    assert "target: 8,190.7M parameters" in text or "target: 8,030.3M parameters" in text
+    assert "memory a process at most" in text and "steps: " in text
+
+
+def test_every_recipe_for_gpus_has_a_twin_for_two_cores() -> None:
+    twins = {load_recipe(path).drafter.method for path in (ROOT / "recipes").glob("smollm2*.yaml")}
+    assert {load_recipe(path).drafter.method for path in GPU_RECIPES} <= twins
+    for path in GPU_RECIPES:  # each says where its numbers come from
+        lines = path.read_text().splitlines()
+        named = [line for line in lines if line.startswith("# [")]
+        assert named, path.name
