@@ -16,8 +16,10 @@ from drafters.anchors import choose_anchors, supervised_slots
 from drafters.base import TrainedDrafter
 from drafters.methods import METHODS
 from drafters.rollout_attention import merged, rollout_attention
-from recipes.schema import LossSection, TargetSection
+from recipes.errors import UserError
+from recipes.schema import LossSection, TargetSection, load_recipe
 from tests.test_drafter_family import DEPTHS, make, training_logits
+from tests.tiny_exports import ROOT
 from tests.tiny_targets import KINDS, tiny_target
 from train.distiller import Distiller, count_slots
 from train.validate import with_states
@@ -266,3 +268,13 @@ def test_p45_packed_target_gives_every_document_the_states_that_it_has_alone(kin
     ):
         most = 1e-5 * whole.abs().max().item()
         torch.testing.assert_close(found, whole, rtol=1e-5, atol=most)
+
+
+def test_packing_needs_a_budget_and_answers_of_known_length() -> None:
+    smoke, packing = ROOT / "recipes/smoke.yaml", ["train.packing=true"]
+    with pytest.raises(UserError, match="packing needs batch_tokens"):
+        load_recipe(smoke, packing)
+    budget = [*packing, "train.batch_tokens=512"]
+    assert load_recipe(smoke, budget).train.packing
+    with pytest.raises(UserError, match="packing and on_policy_share do not go together"):
+        load_recipe(smoke, [*budget, "train.on_policy_share=0.5"])
