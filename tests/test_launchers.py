@@ -24,7 +24,8 @@ from recipes.schema import Recipe, load_recipe
 from tests.rank_runs import CHUNK, HARD, blank, poison
 from train.run import make_accelerator, run_with
 
-pytestmark = pytest.mark.slow  # each launch takes ten seconds to import what it needs
+# Each launch takes ten seconds to import what it needs, and more where cores are shared.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
@@ -116,7 +117,7 @@ def two(
 def launched(command: list[str]) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, *command],
-        cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=280,
+        cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
 
 
