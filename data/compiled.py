@@ -23,16 +23,15 @@ class Compiling:
     seconds = 0.0
 
 
-def compiled(run: Callable[..., Any], mode: str, key: str, dynamic: bool = False) -> Any:
-    """torch.compile(run), whose errors name the recipe's key.
+def compiled(run: Callable[..., Any], mode: str, key: str) -> Any:
+    """torch.compile(run) for each shape, whose errors name the recipe's key.
 
     Args:
         mode: of torch.compile, or one of BACKENDS.
-        dynamic: shapes may change; else each new one is compiled anew.
     """
     torch._dynamo.config.recompile_limit = NUM_SHAPES
     how: Any = {"backend": mode} if mode in BACKENDS else {"mode": mode}
-    inner: Any = torch.compile(run, dynamic=dynamic, **how)
+    inner: Any = torch.compile(run, dynamic=False, **how)
 
     def call(*args: Any) -> Any:
         try:
