@@ -1,9 +1,11 @@
 """The training pass: which positions learn what, and sums that do not depend on the cut."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.batch import Batch, Row, collate
 from data.target import Target
@@ -183,3 +185,46 @@ def test_p36_no_row_sees_a_target_state_that_it_will_not_have_when_drafting(targ
     for k in range(3):
         assert torch.equal(before[k][:, :7], after[k][:, :7])
         assert not torch.equal(before[k][:, 7], after[k][:, 7])
+
+
+class Waits(TorchDispatchMode):
+    """What a GPU's host would wait for: sizes and numbers that depend on a tensor's contents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        by_mask = name in ("index", "index_put_") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if by_mask or name in WAITING or name.startswith("unique"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
+
+
+def test_waits_for_the_device_are_counted_and_do_not_grow_with_chunks(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists: list[int] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: lists.append(1) or tolist(x))
+    batch = with_states(target, collate(make_rows([40, 24], 4)), (2, 4, 5))
+
+    def count(num_steps: int, chunk_size: int) -> tuple[list[str], int]:
+        distiller = make_distiller(target, num_steps=num_steps, chunk_size=chunk_size)
+        lists.clear()
+        with Waits() as waits:
+            distiller(batch)[0].backward()
+        return sorted(waits.names), len(lists)
+
+    names, num_lists = count(2, 512)
+    assert count(2, 5) == (names, num_lists)
+    # Three a depth (its anchors, those chosen, those gathered), all anchors, distinct places; and
+    # two lists, of where chunks begin and end.
+    assert names == ["index"] * 4 + ["nonzero"] * 3 + ["unique_consecutive"]
+    assert num_lists == 2
