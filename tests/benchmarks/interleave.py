@@ -1,4 +1,4 @@
-"""Times of several arms that take turns, so that a busy machine slows all of them alike."""
+"""Times of several arms that take turns, so that a busy machine slows all alike; their table."""
 
 import statistics
 import time
@@ -15,3 +15,13 @@ def interleaved(arms: dict[str, Callable[[], object]], repeats: int) -> dict[str
             if turn:
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def head() -> None:
+    """The head of a table, as docs/performance.md has it."""
+    print("\n| what | ratio |\n|---|---|", flush=True)
+
+
+def row(what: str, found: str) -> None:
+    """A line of the table."""
+    print(f"| {what} | {found} |", flush=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from interleave import interleaved
+from interleave import head, interleaved, row
 from transformers import AutoModelForCausalLM
 
 from data import embedded
@@ -44,6 +44,7 @@ def main() -> None:
     ids = [render_prompt(target.tokenizer, [{"role": "user", "content": p}]) for p in PROMPTS]
     print(f"{args.target}, {target.dtype}, {target.device}, {torch.get_num_threads()} threads")
 
+    head()
     settings = DecodeSettings(max_new_tokens=args.tokens)
     same = []
     for prompt in ids:
@@ -63,9 +64,10 @@ def main() -> None:
         seconds = interleaved({"ours": ours, "theirs": theirs}, args.repeats)
         rates = {name: len(answers[name]) / s for name, s in seconds.items()}
         same.append(answers["ours"] == answers["theirs"])
-        print(
-            f"AR loop {rates['ours']:.1f} tokens/s, transformers generate {rates['theirs']:.1f}: "
-            f"{rates['ours'] / rates['theirs']:.2f}x (same tokens: {same[-1]})"
+        row(
+            f"decoding without a drafter against generate of transformers, prompt {len(same)}",
+            f"{rates['ours'] / rates['theirs']:.2f}x the tokens a second ({rates['ours']:.1f}; "
+            f"same tokens: {same[-1]})",
         )
 
     cache = target.new_cache(1, 320)
@@ -77,8 +79,10 @@ def main() -> None:
         for k in (1, 2, 3, 4, 5, 6, 8)
     }
     seconds = interleaved(passes, 3 * args.repeats)
-    print("verification of k tokens at context 256, in passes over one token:")
-    print("  " + "  ".join(f"{k}: {s / seconds['1']:.2f}" for k, s in seconds.items()))
+    row(
+        "verification of k tokens at context 256 against one token",
+        "  ".join(f"{k}: {s / seconds['1']:.2f}x" for k, s in seconds.items()),
+    )
 
     spent = [
         decode(target, Lookup(2, 4), [p], DecodeSettings(max_new_tokens=args.tokens, num_draft=3))
@@ -86,9 +90,7 @@ def main() -> None:
     ]
     outside = sum(s.sampling + s.bookkeeping + s.draft for _, s in spent)
     other = outside / sum(s.decode for _, s in spent)
-    print(
-        f"outside the target's passes (lookup, verification, bookkeeping): {other:.1%} of a round"
-    )
+    row("decoding outside the target's passes (lookup, verification, bookkeeping)", f"{other:.1%}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python tests/benchmarks/training.py [--target embedded:smollm2-135m] [--length 2048]
 
-Prints: a step against the bare matrix products in it (recorded from the step, played again on
-tensors of the same shapes and strides), states computed in the step against cached ones, chunked
-against plain loss (time and peak bytes), activations kept against computed again, cost against
-S, D, K and memory against V, and rows a second of 2 processes against 1.
+Prints a table in the form of docs/performance.md: a step against the bare matrix products in it
+(recorded from the step, played again on tensors of the same shapes and strides), states computed in
+the step against cached ones, activations kept against computed again, kinds of AdamW, chunked
+against plain loss (time and peak bytes), cost against S, D, K and memory against V, and rows a
+second of 2 processes against 1.
 Dimension letters: S positions, D draft vocabulary, K rollout steps, V target vocabulary, N slots, H
 hidden width.
 """
@@ -22,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from interleave import interleaved
+from interleave import head, interleaved, row
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -34,7 +35,8 @@ from drafters.methods import build_drafter
 from recipes.drafter_sections import Eagle3Section
 from recipes.schema import LossSection, Recipe, TargetSection
 from train.distiller import Distiller
-from train.losses import LOSSES, LossOptions, linear_loss
+from train.linear_loss import linear_loss
+from train.losses import LOSSES, LossOptions
 from train.step_memory import LiveBytes, Shape, step_memory
 from train.validate import with_states
 
@@ -42,6 +44,7 @@ aten: Any = torch.ops.aten
 PRODUCTS = {
     aten.mm.default,
     aten.addmm.default,
+    aten.addmm_.default,
     aten.bmm.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -151,15 +154,17 @@ def bench_step(target: Target, args: argparse.Namespace) -> None:
     }
     seconds = interleaved(arms, args.repeats)
     base = seconds["cached"]
-    print(
-        f"step, S {args.length}, K {args.steps}, D {args.draft_vocab}: {base:.2f} s, "
-        f"{args.length / base:,.0f} tokens/s; {base / seconds['products']:.2f}x its "
-        f"{len(recorder.calls)} matrix products; states online {seconds['online'] / base:.2f}x"
+    row(
+        f"a step against its {len(recorder.calls)} matrix products, "
+        f"S {args.length}, K {args.steps}, D {args.draft_vocab}",
+        f"{base / seconds['products']:.2f}x ({base:.2f} s, {args.length / base:,.0f} tokens/s)",
     )
+    row("states made in the step against cached ones", f"{seconds['online'] / base:.2f}x")
     kept, again = peak_of(step), peak_of(arms["checkpointing"])
-    print(
-        f"activation checkpointing: {seconds['checkpointing'] / base:.2f}x the time, "
-        f"{again / kept:.2f}x the peak ({kept / 1e9:.2f} -> {again / 1e9:.2f} GB)"
+    row(
+        "activation checkpointing against none",
+        f"{seconds['checkpointing'] / base:.2f}x the time, {again / kept:.2f}x the peak "
+        f"({kept / 1e9:.2f} -> {again / 1e9:.2f} GB)",
     )
 
 
@@ -182,17 +187,34 @@ def bench_loss(args: argparse.Namespace, N: int = 4096, H: int = 256) -> None:
 
     seconds = interleaved({"chunked": chunked, "plain": plain}, args.repeats)
     peaks = {name: peak_of(call) for name, call in (("chunked", chunked), ("plain", plain))}
-    print(
-        f"loss of N {N}, D {D}, H {H}, chunked against plain: "
+    row(
+        f"chunked loss against plain, N {N}, D {D}, H {H}",
         f"{seconds['chunked'] / seconds['plain']:.2f}x the time, "
         f"{peaks['chunked'] / peaks['plain']:.2f}x the peak "
-        f"({peaks['plain'] / 1e9:.2f} -> {peaks['chunked'] / 1e9:.2f} GB)"
+        f"({peaks['plain'] / 1e9:.2f} -> {peaks['chunked'] / 1e9:.2f} GB)",
+    )
+
+
+def bench_optimizer(target: Target, args: argparse.Namespace) -> None:
+    """The optimizer's step against the training step, and what its moments weigh."""
+    distiller = make_distiller(target, 3, args.draft_vocab)
+    step = step_of(distiller, states_of(target, distiller, 512))
+    step()
+    weights = [p for p in distiller.parameters() if p.requires_grad]
+    kinds = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for loop": {"foreach": False}}
+    arms: dict[str, Callable[[], object]] = {
+        name: torch.optim.AdamW(weights, lr=0.0, **options).step for name, options in kinds.items()
+    }
+    seconds = interleaved({"step": step, **arms}, args.repeats)
+    row(
+        f"AdamW on {sum(p.numel() for p in weights) / 1e6:.1f}M weights against 512 tokens' step",
+        "  ".join(f"{name}: {seconds[name] / seconds['step']:.3f}x" for name in kinds),
     )
 
 
 def bench_scaling(target: Target, args: argparse.Namespace) -> None:
     """Cost a token against each size, the others held, in multiples of the first."""
-    K, D = 3, args.draft_vocab
+    K, D = 2, args.draft_vocab
     sweeps: dict[str, dict[int, tuple[int, int, int]]] = {
         "S": {S: (S, K, D) for S in (512, 1024, 2048, 4096, 8192) if args.longest >= S},
         "K": {k: (1024, k, D) for k in (1, 3, 5, 7)},
@@ -211,7 +233,7 @@ def bench_scaling(target: Target, args: argparse.Namespace) -> None:
         cells = [
             f"{name}: {cost[name] / cost[first]:.2f}x, {peaks[name] / 1e9:.2f} GB" for name in arms
         ]
-        print(f"a token's cost and a step's peak against {letter}: " + "  ".join(cells))
+        row(f"a token's cost and a step's peak against {letter}", "  ".join(cells))
 
 
 def bench_vocabulary(target: Target, args: argparse.Namespace) -> None:
@@ -233,6 +255,7 @@ def bench_vocabulary(target: Target, args: argparse.Namespace) -> None:
             num_parameters=0,
             num_trained=0,
             target_parameters=0,
+            held_parameters=0,
             target_bytes=4,
             states_bytes=2,
             num_rows=1,
@@ -240,7 +263,7 @@ def bench_vocabulary(target: Target, args: argparse.Namespace) -> None:
         )
         found[V] = step_memory(recipe, shape).work / 1e9
     cells = "  ".join(f"{V}: {size:.3f} GB" for V, size in found.items())
-    print(f"a step's peak beside weights against V: {cells}")
+    row("a step's peak beside weights against V", cells)
 
 
 def worker(target: Target, args: argparse.Namespace) -> None:
@@ -281,7 +304,7 @@ def bench_processes(args: argparse.Namespace) -> None:
             line = next(x for x in done.stdout.splitlines() if x.startswith("seconds "))
             found[num].append(num / float(line.split()[1]))
     ratio = max(found[2]) / max(found[1])
-    print(f"2 processes against 1, {threads} threads in all: {ratio:.2f}x the rows a second")
+    row(f"2 processes against 1, {threads} threads in all", f"{ratio:.2f}x the rows a second")
 
 
 def main() -> None:
@@ -292,7 +315,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=8192, help="S of the longest row")
     parser.add_argument("--steps", type=int, default=7, help="K of the step")
     parser.add_argument("--draft-vocab", type=int, default=8192)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     target = Target.load(TargetSection(model=args.target, dtype="float32", device="cpu"))
@@ -301,11 +324,15 @@ def main() -> None:
         worker(target, args)
         return
     print(f"{args.target}, float32, {torch.get_num_threads()} threads")
+    head()
+    start = time.perf_counter()
     bench_step(target, args)
+    bench_optimizer(target, args)
     bench_loss(args)
     bench_scaling(target, args)
     bench_vocabulary(target, args)
     bench_processes(args)
+    print(f"\n{(time.perf_counter() - start) / 60:.1f} minutes")
 
 
 if __name__ == "__main__":
