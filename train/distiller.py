@@ -39,6 +39,7 @@ class Distiller(nn.Module):
             lk_decay=loss.lk_decay,
             ce_share=loss.ce_share,
         )
+        self.block_size: int | None = None  # of train.linear_loss
         self.register_buffer("draft_ids_V", vocab.draft_ids_V, persistent=False)
         self._target: list[Target] = []
         self._head_rows: HeadRows | None = None
@@ -115,6 +116,7 @@ class Distiller(nn.Module):
                 weights_N[part],
                 depth_N[part],
                 num_depths,
+                self.block_size,
             )
             loss = loss + part_loss
             stats = {k: stats.get(k, 0) + v for k, v in part_stats.items()}

@@ -104,10 +104,9 @@ def sizes_of(recipe: Recipe, on_gpu: bool | None = None) -> Sizes:
 
 def memory_line(memory: StepMemory) -> str:
     """The parts of a step's peak memory, for a person."""
-    how = "counted on shapes" if memory.counted else "roughly"
     return (
-        f"memory a process at most, {how}: {memory.peak / 1e9:.2f} GB = drafter and optimizer "
-        f"{memory.weights / 1e9:.2f} + target {memory.target / 1e9:.2f} + batches "
+        f"memory a process at most, counted on shapes: {memory.peak / 1e9:.2f} GB = drafter and "
+        f"optimizer {memory.weights / 1e9:.2f} + target {memory.target / 1e9:.2f} + batches "
         f"{memory.batch / 1e9:.2f} + a step {memory.work / 1e9:.2f}"
     )
 

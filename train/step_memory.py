@@ -1,7 +1,6 @@
 """Peak memory of a training step, found by running the step on shapes alone.
 
-Dimension letters: B rows, S positions, N supervised slots, U target positions of a chunk, C slots
-of a chunk, H hidden width of the target, F captured width, W width of what the head reads, V
+Dimension letters: B rows, S positions, A anchors, H hidden width of the target, F captured width, V
 vocabulary, D draft vocabulary.
 
 The drafter's own code, the chunked loss and the backward pass run on tensors without memory, while
@@ -15,17 +14,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from data.attention import thin_linear
+from data.batch import Batch
+from data.vocab import DraftVocab
+from drafters.anchors import choose_anchors
 from drafters.methods import METHODS
+from recipes.drafter_sections import BlockSection
 from recipes.schema import Recipe
-from train.linear_loss import linear_loss
-from train.losses import LOSSES, LossOptions
+from train.distiller import Distiller
+from train.linear_loss import BLOCK_NUMBERS
 
 WEIGHT_BYTES = 4
+aten: Any = torch.ops.aten
 SUMMARY_POSITIONS = 256  # positions whose target logits exist together (data.hidden_states)
 
 
@@ -74,14 +80,13 @@ class StepMemory:
     target: the frozen target, with the copy of the head's rows that the loss reads.
     batch: tokens and states of the step, and of those read ahead.
     work: the most that a step needs beside these three (activations, logits of a chunk,
-    gradients); rough where `counted` is False.
+    gradients).
     """
 
     weights: int
     target: int
     batch: int
     work: int
-    counted: bool
 
     @property
     def peak(self) -> int:
@@ -110,19 +115,11 @@ class Shape:
 
 
 def step_memory(recipe: Recipe, shape: Shape) -> StepMemory:
-    """The estimate for a batch whose every position is supervised, hence an upper bound.
-
-    EAGLE-3 is counted; of the other methods the activations are a rough formula.
-    """
+    """The estimate for a batch whose every position is supervised, hence an upper bound."""
     section, H = recipe.train, int(shape.fields["hidden_size"])
     vocab_size = int(shape.fields["vocab_size"])
-    # MTP, EAGLE-1 and small models borrow or load modules that are not there.
-    counted = recipe.drafter.method == "eagle3"
-    if counted:
-        with FakeTensorMode():
-            work = _run(recipe, shape)
-    else:
-        work = _formula(recipe, shape)
+    with Shapes():
+        work = _run(recipe, shape)
     positions = shape.num_rows * shape.length
     states = positions * H * (1 + len(shape.aux_layers)) * shape.states_bytes
     ids = positions * 29  # ids, mask, lse, argmax, anchors
@@ -138,74 +135,124 @@ def step_memory(recipe: Recipe, shape: Shape) -> StepMemory:
         target=(shape.target_parameters + head_rows) * shape.target_bytes,
         batch=batches,
         work=work,
-        counted=counted,
     )
+
+
+class Shapes(TorchDispatchMode):
+    """Operations run on shapes: numbers have no memory, integers are real.
+
+    So which slots are supervised, and in which order, is worked out as in a real step, while no
+    weight and no activation exists.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation for real where only integers come in, or where it makes some."""
+        kwargs = kwargs or {}
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            if not leaves:
+                with self.fake:
+                    out = func(*args, **kwargs)
+                if isinstance(out, Tensor) and out.is_floating_point():
+                    return out
+            return func(*args, **kwargs)
+        args, kwargs = tree_map(self._as_shape, (_places(func, args), kwargs))
+        with self.fake:
+            return func(*args, **kwargs)
+
+    def _as_shape(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+            return self.fake.from_tensor(leaf.detach())
+        return leaf
+
+
+def _places(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with real masks that index turned into places: how many is known."""
+    if func not in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
+        return args
+    indices: list[Any] = []
+    for index in args[1]:
+        if isinstance(index, Tensor) and index.dtype == torch.bool:
+            indices += index.nonzero(as_tuple=True)
+        else:
+            indices.append(index)
+    return (args[0], indices, *args[2:])
+
+
+class Ends:
+    """What a training step reads of the target: embedding, final norm and head, as shapes."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        H, self.vocab_size = int(shape.fields["hidden_size"]), int(shape.fields["vocab_size"])
+        self.name, self.dtype = "the target", dtype
+        self.embed_weight_VH = torch.empty(self.vocab_size, H, dtype=dtype)
+        self.head_weight_VH = self.embed_weight_VH
+        if not shape.fields.get("tie_word_embeddings"):
+            self.head_weight_VH = torch.empty_like(self.embed_weight_VH)
+        self._norm = LlamaRMSNorm(H)
+        self._norm.weight = nn.Parameter(torch.empty(H, dtype=dtype), requires_grad=False)
+
+    @torch.no_grad()
+    def final_norm(self, hidden_H: Tensor) -> Tensor:
+        """See data.target.Target."""
+        normed: Tensor = self._norm(hidden_H.to(self.dtype))
+        return normed
+
+    def head_rows(self, token_ids: Tensor) -> Tensor:
+        """The head of some tokens, for `logits`."""
+        return self.head_weight_VH[token_ids]
+
+    @torch.no_grad()
+    def logits(self, hidden_H: Tensor, rows_DH: Tensor | None = None) -> Tensor:
+        """See data.target.Target."""
+        weight_DH = self.head_weight_VH if rows_DH is None else rows_DH
+        return thin_linear(self._norm(hidden_H), weight_DH).float() * 1.0
 
 
 def _run(recipe: Recipe, shape: Shape) -> int:
-    """The most that a forward and backward pass keep at once (under a FakeTensorMode)."""
-    method = METHODS[recipe.drafter.method]
-    drafter: Any = method.drafter(
-        method.make_config(recipe.drafter, shape.fields, shape.aux_layers, shape.draft_vocab_size)
-    )
-    drafter.lm_head.requires_grad_(recipe.drafter.trains_head)
+    """The most that a forward and backward pass keep at once (under Shapes)."""
+    section, method = recipe.drafter, METHODS[recipe.drafter.method]
     B, S, D = shape.num_rows, shape.length, shape.draft_vocab_size
     H, V = int(shape.fields["hidden_size"]), int(shape.fields["vocab_size"])
-    num_depths = recipe.loss.num_steps
     states_dtype = torch.float32 if shape.states_bytes == 4 else torch.bfloat16
-    target_dtype = torch.float32 if shape.target_bytes == 4 else torch.bfloat16
+    target: Any = Ends(shape, torch.float32 if shape.target_bytes == 4 else torch.bfloat16)
+    config = method.make_config(section, shape.fields, shape.aux_layers, D)
+    drafter: Any = method.drafter(config)
+    drafter.use_target(target)
+    if isinstance(section, BlockSection):
+        drafter.num_anchors = section.num_anchors
+    for name, parameter in drafter.named_parameters():
+        if name == "lm_head.weight":
+            parameter.requires_grad_(section.trains_head)
+    distiller = Distiller(drafter, recipe.loss, DraftVocab(torch.arange(D), V))
+    distiller.use_target(target)
+    if recipe.train.activation_checkpointing:
+        distiller.recompute_activations()
+    chunk = recipe.loss.chunk_size
+    # Few blocks a chunk, also where a processor's cache would ask for many: a count takes seconds.
+    fits = chunk if shape.on_gpu else BLOCK_NUMBERS // D
+    distiller.block_size = min(chunk, max(fits, -(-chunk // 8)))
+    mask_BS = torch.ones(B, S, dtype=torch.bool)
+    batch = Batch(
+        row_ids=[str(b) for b in range(B)],
+        ids_BS=torch.zeros(B, S, dtype=torch.int64),
+        mask_BS=mask_BS,
+        lengths_B=torch.full((B,), S, dtype=torch.int64),
+        aux_BSF=torch.empty(B, S, H * len(shape.aux_layers), dtype=states_dtype),
+        hidden_BSH=torch.empty(B, S, H, dtype=states_dtype),
+        lse_BS=torch.empty(B, S),
+        argmax_BS=torch.zeros(B, S, dtype=torch.int32),
+        anchors_A=choose_anchors(mask_BS, drafter.num_anchors, 0),
+    )
     bf16 = recipe.train.mixed_precision == "bf16"
-    drafter.recompute = recipe.train.activation_checkpointing
-    drafter.use_embeddings(torch.empty(V, H, dtype=target_dtype))
-    head_DH = torch.empty(D, H, dtype=target_dtype)
-    hidden_PH = torch.empty(B * S, H, dtype=states_dtype)
-    aux_BSF = torch.empty(B, S, H * len(shape.aux_layers), dtype=states_dtype)
-    ids_BS = torch.empty(B, S, dtype=torch.int64)
-
-    def teacher(rows: slice) -> tuple[Tensor, Tensor]:
-        C = rows.stop - rows.start
-        U = min(C, C // num_depths + 2)
-        logits_UD = (hidden_PH[:U].to(target_dtype) @ head_DH.T).float() * 1.0
-        p_UD = logits_UD.sub_(logits_UD[:, :1]).exp_()
-        picked_CD = p_UD.index_select(0, torch.empty(C, dtype=torch.int64))
-        return picked_CD, torch.empty(C, dtype=torch.int64)
-
-    def gathered() -> Tensor:
-        heads = drafter.rollout(ids_BS, aux_BSF, num_depths)
-        parts = [
-            head.flatten(0, 1)[torch.empty(B * max(0, S - 2 - k), dtype=torch.int64)]
-            for k, head in enumerate(heads)
-        ]
-        return torch.cat(parts)
-
-    def loss_of_step() -> Tensor:  # as Distiller.forward, whose tensors die with it
-        slots_NW = gathered()
-        N = len(slots_NW)
-        return linear_loss(
-            slots_NW[torch.empty(N, dtype=torch.int64)],
-            drafter.head_weights()[0],
-            teacher,
-            LOSSES[recipe.loss.name],
-            LossOptions(renormalize=recipe.loss.renormalize, ce_share=recipe.loss.ce_share),
-            recipe.loss.chunk_size,
-            torch.empty(N),
-            torch.empty(N, dtype=torch.int64),
-            num_depths,
-            recipe.loss.chunk_size if shape.on_gpu else None,
-        )[0]
-
     with LiveBytes() as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = loss_of_step()
+            loss = distiller(batch)[0]
         loss.backward()
     return live.peak
-
-
-def _formula(recipe: Recipe, shape: Shape) -> int:
-    """Rough: what a decoder layer keeps of each place that a draft is made at, and one chunk."""
-    width = 2 if recipe.train.mixed_precision == "bf16" else 4
-    H, inner = int(shape.fields["hidden_size"]), int(shape.fields["intermediate_size"])
-    places = shape.num_rows * shape.length * recipe.loss.num_steps
-    kept = 8 * H + (0 if recipe.train.activation_checkpointing else 4 * inner)
-    chunk = recipe.loss.chunk_size * shape.draft_vocab_size * 4 * 6
-    return places * kept * width + chunk
