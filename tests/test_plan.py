@@ -113,6 +113,7 @@ def share_of_real(recipe: Recipe) -> float:
         num_parameters=0,
         num_trained=0,
         target_parameters=0,
+        held_parameters=0,
         target_bytes=4,
         states_bytes=4,
         num_rows=1,
@@ -281,3 +282,21 @@ def test_every_recipe_for_gpus_has_a_twin_for_two_cores() -> None:
         lines = path.read_text().splitlines()
         named = [line for line in lines if line.startswith("# [")]
         assert named, path.name
+
+
+def test_target_in_parts_or_by_its_ends_takes_less_memory() -> None:
+    recipe = make_recipe()
+
+    def held(num_local: int, **keys: str) -> int:
+        target = recipe.target.model_copy(update=keys)
+        sizes = sizes_of(recipe.model_copy(update={"target": target}), num_local=num_local)
+        assert sizes.shape.target_parameters == 8 * layer + ends
+        assert sizes.memory.target == (sizes.shape.held_parameters + 132 * 64) * 4
+        return sizes.shape.held_parameters
+
+    layer = 64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 128 + 2 * 64  # of random:qwen3-tiny, norms of q, k
+    ends = 2 * 264 * 64 + 64  # left out
+    assert held(4) == 8 * layer + ends
+    assert held(4, placement="sharded") == (8 // 4 + 2) * layer + ends  # with two gathered ones
+    assert held(1, placement="sharded") == 8 * layer + ends
+    assert held(4, weights="ends") == layer + ends

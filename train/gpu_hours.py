@@ -17,6 +17,7 @@ from train.plan import Sizes, memory_line, sizes_of
 MEMORY_GB = {"A100": 80, "H100": 80, "H200": 141, "B200": 180, "L40S": 48, "L4": 24}
 COMPUTE_SHARE = 0.35  # of the peak, in training and in the target's passes over whole rows
 BANDWIDTH_SHARE = 0.5  # of the bandwidth, in writing answers token by token
+MACHINE_GPUS = 8  # of one machine, at most
 SPREAD = 2.0  # the answer may be off by this factor either way
 
 
@@ -32,7 +33,7 @@ def estimate(recipe: Recipe, text: str) -> str:
         names = ", ".join(d.name for d in DEVICES)
         raise UserError(f"--estimate {text}: no such GPU; known are {names}, or 8x before a name")
     num_gpus = int(found[1] or 1)
-    sizes = sizes_of(recipe, on_gpu=True)
+    sizes = sizes_of(recipe, on_gpu=True, num_local=min(num_gpus, MACHINE_GPUS))
     parts = {
         "writing answers": _generation_seconds(recipe, sizes, device),
         "the target's states": _target_seconds(recipe, sizes, device),
@@ -54,7 +55,8 @@ def estimate(recipe: Recipe, text: str) -> str:
     if fits != "fits":
         lines.append(
             "  smaller: train.activation_checkpointing=true, train.micro_batch_size=1, "
-            "train.mixed_precision=bf16, data.states=cached, data.max_length"
+            "train.mixed_precision=bf16, data.states=cached, data.max_length, "
+            "target.placement=sharded (several GPUs), target.weights=ends (cached states)"
         )
     return "\n".join(lines)
 

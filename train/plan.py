@@ -46,11 +46,12 @@ def describe(recipe: Recipe) -> str:
     return "\n".join(parts)
 
 
-def sizes_of(recipe: Recipe, on_gpu: bool | None = None) -> Sizes:
+def sizes_of(recipe: Recipe, on_gpu: bool | None = None, num_local: int | None = None) -> Sizes:
     """Sizes by the target's config alone; nothing is loaded.
 
     Args:
         on_gpu: whether dtype "auto" is bf16; None = as on this machine.
+        num_local: processes of a machine, which may share the target; None = as they were launched.
     """
     fields = config_of(recipe.target.model, recipe.target.revision)
     n, vocab = int(fields["num_hidden_layers"]), int(fields["vocab_size"])
@@ -61,6 +62,8 @@ def sizes_of(recipe: Recipe, on_gpu: bool | None = None) -> Sizes:
     total, head = sum(counts.values()), counts.get("lm_head.weight", 0)
     section, data = recipe.train, recipe.data
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_local is None:
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     report = data_dir(recipe) / "report.json"
     rows = (
         read_json(report)["num_train_rows"]
@@ -70,6 +73,7 @@ def sizes_of(recipe: Recipe, on_gpu: bool | None = None) -> Sizes:
     dtype = recipe.target.dtype
     if dtype == "auto" and on_gpu:
         dtype = "bfloat16"
+    layer, ends = _target_parameters(fields)
     target_bytes = resolve_dtype(dtype, resolve_device(recipe.target.device)).itemsize
     cached = data.states == "cached"
     length, batch_rows = data.max_length, section.micro_batch_size
@@ -83,7 +87,8 @@ def sizes_of(recipe: Recipe, on_gpu: bool | None = None) -> Sizes:
         draft_vocab_size=D,
         num_parameters=total,
         num_trained=total - (0 if recipe.drafter.trains_head else head),
-        target_parameters=_target_parameters(fields),
+        target_parameters=layer * n + ends,
+        held_parameters=layer * _held_layers(recipe, n, num_local) + ends,
         target_bytes=target_bytes,
         states_bytes=DTYPES[data.states_dtype].itemsize if cached else target_bytes,
         num_rows=1 if section.packing else batch_rows,
@@ -130,8 +135,17 @@ def _sizes(recipe: Recipe) -> str:
     return "\n".join(lines)
 
 
-def _target_parameters(fields: dict[str, object]) -> int:
-    """Weights of a dense decoder of this shape (experts are not counted)."""
+def _held_layers(recipe: Recipe, num_layers: int, num_local: int) -> int:
+    """Decoder layers of the target that one process holds, at most."""
+    if recipe.target.weights == "ends":
+        return 1
+    if recipe.target.placement == "sharded" and num_local > 1:
+        return min(num_layers, math.ceil(num_layers / num_local) + 2)  # this one and the next
+    return num_layers
+
+
+def _target_parameters(fields: dict[str, object]) -> tuple[int, int]:
+    """Weights of a layer, and of all else, of a dense decoder (experts are not counted)."""
 
     def size(name: str) -> int:
         return int(str(fields.get(name) or 0))
@@ -142,4 +156,4 @@ def _target_parameters(fields: dict[str, object]) -> int:
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     layer = attention + 3 * hidden * size("intermediate_size") + 2 * hidden
     embeddings = size("vocab_size") * hidden * (1 if fields.get("tie_word_embeddings") else 2)
-    return layer * size("num_hidden_layers") + embeddings + hidden
+    return layer, embeddings + hidden

@@ -98,6 +98,7 @@ class Shape:
     """What the estimate needs to know of drafter, target and batch.
 
     num_parameters, num_trained: of the drafter. target_bytes, states_bytes: of one number.
+    held_parameters: of the target's, those that one process holds.
     on_gpu: there the loss takes a chunk whole, not in blocks.
     """
 
@@ -107,6 +108,7 @@ class Shape:
     num_parameters: int
     num_trained: int
     target_parameters: int
+    held_parameters: int
     target_bytes: int
     states_bytes: int
     num_rows: int
@@ -132,7 +134,7 @@ def step_memory(recipe: Recipe, shape: Shape) -> StepMemory:
     head_rows = shape.draft_vocab_size * H if shape.draft_vocab_size != vocab_size else 0
     return StepMemory(
         weights=shape.num_parameters * WEIGHT_BYTES + shape.num_trained * moments,
-        target=(shape.target_parameters + head_rows) * shape.target_bytes,
+        target=(shape.held_parameters + head_rows) * shape.target_bytes,
         batch=batches,
         work=work,
     )
