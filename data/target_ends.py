@@ -46,7 +46,8 @@ def load_ends(
             f"target.model {path!r}: {config.model_type} is none of transformers' own models, "
             "whose layers target.weights: ends knows; set target.weights: whole"
         )
-    loaded: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    loaded: Any = model_class.from_pretrained(
         None,
         config=config,
         state_dict=_tensors(path, last, revision),
