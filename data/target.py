@@ -216,6 +216,10 @@ class Target:
             cache: appended to at each row's own length; the caller then calls `cache.advance`.
             aux_layers: layer ids to capture, concatenated in this order.
             nodes: how the new tokens hang together where they are a tree (needs a cache).
+            documents: what a packed row holds (without a cache); none sees another.
+
+        Raises:
+            UserError: the layers are not loaded.
         """
         if not self.whole:
             raise UserError(
