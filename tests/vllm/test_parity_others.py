@@ -30,7 +30,6 @@ BLOCK: dict[str, Any] = {
 
 class TestOthers(Parity):
     CASES: ClassVar[dict[str, Case]] = {
-        "ngram": ngram(),
         "dflash": trained(DFlashSection(**BLOCK, draft_vocab_size=32)),
         "dflash_speculators": trained(DFlashSection(**BLOCK, draft_vocab_size=32), "speculators"),
         "dflash_qwen3_whole_vocab_causal": trained(
@@ -42,4 +41,5 @@ class TestOthers(Parity):
         "mtp": trained(MTPSection()),
         "small_lm": trained(SmallLMSection(num_layers=2)),
         "pard_qwen3": trained(PardSection(num_layers=2, mask_token_id=300), target="qwen3"),
+        "ngram": ngram(),  # last: it brings numba, and what starts next takes longer
     }
