@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 LEAST_FIXED = 256  # places of a cache of fixed width, at least
 MOST_FIXED = 64  # new tokens of a pass that looks at all places
 

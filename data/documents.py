@@ -125,4 +125,5 @@ def flex(
 
 @cache
 def _flex_attention(compiled: bool) -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    run: Callable[..., Any] = flex_attention
+    return torch.compile(run, dynamic=True) if compiled else run

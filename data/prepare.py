@@ -31,7 +31,8 @@ from data.look import Look, look_at
 from data.pipeline import data_dir, prepare, prepare_together
 from data.progress import log_to_stderr
 from data.row_summary import summarize
-from data.target import Target, resolve_device
+from data.target import Target
+from data.target_config import resolve_device
 from data.target_parts import join_processes, wait_for_all
 from data.viewer import row_text, row_title
 from recipes.errors import UserError

@@ -41,7 +41,7 @@ class Parts:
             group._post_forward_indices.clear()
 
     @contextmanager
-    def uneven(self, idle_pass: Callable[[], None]) -> Iterator[None]:
+    def uneven(self, idle_pass: Callable[[], object]) -> Iterator[None]:
         """Within, ranks may run different numbers of passes: who is through runs along.
 
         No other collective may be called within, since ranks would meet in different ones.
@@ -153,9 +153,10 @@ def load_in_parts(
     if parts.mesh.get_local_rank() == 0:
         options = {"revision": revision, "trust_remote_code": trust_remote_code}
         try:
-            source, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, output_loading_info=True, **options
             )
+            source, report = loaded
             told[1:] = [sorted(report["missing_keys"]), source.generation_config]
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             told[0] = str(error)
@@ -190,8 +191,9 @@ def _fill(model: nn.Module, source: nn.Module | None, mesh: DeviceMesh) -> None:
     whole = {} if source is None else dict(_tensors(source))
     for name, tensor in _tensors(model):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        shape, like = tensor.shape, {"dtype": tensor.dtype, "device": local.device}
-        values = whole[name].to(**like) if source is not None else torch.empty(shape, **like)
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device)
+        if source is not None:
+            values.copy_(whole[name])
         if isinstance(tensor, DTensor):
             local.copy_(distribute_tensor(values, mesh, tensor.placements).to_local())
         else:

@@ -8,6 +8,7 @@ the target's distribution for token t+2. At rollout step k the state is the row'
 k-1, the token is t+1+k, the rotary position t+k, and the prediction is for token t+2+k.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -290,7 +291,7 @@ class Eagle3(TrainedDrafter):
 
     def _cached_step(self, state: Eagle3State, ids_BS: Tensor, hidden_BSH: Tensor) -> Tensor:
         state.cache.begin(ids_BS.shape[1])
-        run = self._over_cache
+        run: Callable[..., Tensor] = self._over_cache
         if self._compiled is not None and state.cache.fixed:
             run = self._compiled
         return run(state.cache, ids_BS, hidden_BSH)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from data.target import DTYPES
+from data.target_config import DTYPES
 from drafters.base import TrainedDrafter
 from recipes.errors import UserError
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import transformers
 
-from data.target import DTYPES, Target
+from data.target import Target
+from data.target_config import DTYPES
 from drafters.base import TrainedDrafter
 from drafters.export_form import ExportForm, Form
 from drafters.export_info import TargetInfo

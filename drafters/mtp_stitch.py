@@ -19,7 +19,7 @@ from torch import Tensor
 
 from data import embedded
 from data.files import read_json, replace_dir, require_disk, write_json
-from data.target import DTYPES
+from data.target_config import DTYPES
 from recipes.errors import UserError
 
 PREFIX = "model.mtp_layers."

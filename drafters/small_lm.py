@@ -26,7 +26,8 @@ from data.attention import ATTENTION, thin_linear, use_thin_linears
 from data.batch import Batch
 from data.cache import KVCache
 from data.compiled import CompiledPass
-from data.target import Target, cache_for, head_scale
+from data.target import Target
+from data.target_config import cache_for, head_scale
 from drafters.anchors import (
     anchors_of,
     by_stretch,

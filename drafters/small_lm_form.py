@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from data import embedded
-from data.target import DTYPES, Target, check_layers
+from data.target import Target
+from data.target_config import DTYPES, check_layers
 from data.target_parts import whole_tensor
 from drafters.base import TrainedDrafter
 from drafters.eagle1_form import MARK

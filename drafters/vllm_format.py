@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.files import read_json, replace_dir, require_disk, write_json
-from data.target import DTYPES
+from data.target_config import DTYPES
 from data.vocab import DraftVocab, check_map
 from drafters.base import TrainedDrafter
 from drafters.export_form import ExportForm, Form

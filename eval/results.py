@@ -15,7 +15,8 @@ import torch
 from data.conversations import Conversation
 from data.files import read_json, stable_hash
 from data.provenance import ROOT, git_state, hardware, versions
-from data.target import Target, resolve_device, resolve_dtype
+from data.target import Target
+from data.target_config import resolve_device, resolve_dtype
 from drafters.base import DecodingDrafter
 from drafters.export_info import CARD
 from drafters.foreign import describe, load_any

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from data import embedded
 from data.provenance import ROOT, git_state, hardware, versions
-from data.target import revision_of
+from data.target_config import revision_of
 from drafters.export_info import INFO
 from drafters.foreign import describe
 from drafters.vllm_format import load

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from data.embedded import byte_tokenizer
-from data.target import Target, check_layers
+from data.target import Target
+from data.target_config import check_layers
 from recipes.errors import UserError
 from recipes.schema import TargetSection
 from tests.tiny_targets import tiny_model

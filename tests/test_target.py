@@ -9,7 +9,8 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from data import embedded
 from data.embedded import byte_tokenizer
-from data.target import Target, resolve_device, resolve_dtype, revision_of
+from data.target import Target
+from data.target_config import resolve_device, resolve_dtype, revision_of
 from recipes.drafter_sections import Eagle3Section
 from recipes.errors import UserError
 from recipes.schema import TargetSection

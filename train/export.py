@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from huggingface_hub import HfApi
 
 from data.files import read_json
-from data.target import DTYPES
+from data.target_config import DTYPES
 from drafters import vllm_format
 from drafters.base import TrainedDrafter
 from drafters.export_form import ExportForm, Form

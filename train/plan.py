@@ -11,7 +11,7 @@ from data.embedded import config_of
 from data.estimate import estimate_data
 from data.files import read_json
 from data.pipeline import data_dir
-from data.target import DTYPES, resolve_device, resolve_dtype
+from data.target_config import DTYPES, resolve_device, resolve_dtype
 from drafters.methods import build_on_meta
 from recipes.errors import UserError
 from recipes.schema import Recipe, dump_recipe
