@@ -47,6 +47,7 @@ def test_shipped_recipes_are_all_here():
         "qwen3_dflash",
         "qwen3_dspark",
         "qwen3_medusa",
+        "qwen3_mtp",
         "qwen3_peagle",
         "qwen3_small",
         "smoke",
@@ -290,6 +291,13 @@ NEEDED = {
     ("small_lm", "init", "checkpoint"): "drafter.model=org/name",
     ("pard", "init", "checkpoint"): "drafter.model=org/name",
     **{("", "server.api", api): "data.server.url=http://host:8000" for api in APIS},
+    ("", "weights", "ends"): "data.states=cached data.regenerate=false data.sources=[a.jsonl] "
+    "data.capture=pass train.validate_prompts=0",
+    ("", "packing", True): "train.batch_tokens=512",
+    **{
+        ("", "siblings", kind): "eval.verification=tree eval.tree=3,2 eval.draft_sampling=sampled"
+        for kind in ("with_replacement", "without_replacement")
+    },
 }
 
 
@@ -306,8 +314,8 @@ def test_p73_every_switch_takes_each_of_its_values(tmp_path, key, value, overrid
     method = overrides[0].partition("=")[2] if overrides else ""
     if method == "small_lm":  # it trains one depth alone
         overrides = [*overrides, "loss.num_steps=1"]
-    needed = NEEDED.get((method, name, value))
-    overrides = [*overrides, f"{key}={text}", *([needed] if needed else [])]
+    needed = NEEDED.get((method, name, value), "").split()
+    overrides = [*overrides, f"{key}={text}", *needed]
     by_command = load_recipe(write(tmp_path), overrides)
     by_file = load_recipe(write(tmp_path, dump_recipe(by_command)))
     found = by_command.model_dump()[section]
