@@ -210,9 +210,10 @@ def test_verifiers_see_what_the_rule_sees_and_how_the_draft_came_about():
     for draft_sampled in [True, False]:
         seen.clear()
         assert answers(spy, draft_sampled) == answers(None, draft_sampled)
-        for x in seen[:2]:  # of all rows, before answers end and drafts become shorter
+        assert len(seen[0].tokens_BK) == 4
+        for x in seen[:2]:  # before drafts become shorter; rows that have ended are in none
             final_BKV, unfiltered_BKV = x.laws
-            assert final_BKV.shape == (4, 3, target.vocab_size)
+            assert final_BKV.shape == (len(x.tokens_BK), 3, target.vocab_size)
             assert bool((unfiltered_BKV > 0).all()) and bool((final_BKV == 0).any())
             if draft_sampled:
                 torch.testing.assert_close(x.q_BKV, final_BKV)
