@@ -114,11 +114,14 @@ def test_only_the_first_answer_of_a_conversation_is_kept(target: Target) -> None
     assert written.mask_BS[0].nonzero()[:, 0].tolist() == list(range(4, 16))
 
 
-def test_rows_without_an_answer_or_a_prompt_stay(target: Target) -> None:
+def test_rows_without_an_answer_stay_and_the_first_token_is_always_prompt(target: Target) -> None:
     drafter = make(target)
     rows = [stand_in(rows_of([(3, 9)])[0]), rows_of([(0, 9)])[0]]
     batch = collate(rows, PAD)
-    assert torch.equal(own(batch, drafter).ids_BS, batch.ids_BS)
+    written = own(batch, drafter)
+    assert torch.equal(written.ids_BS[0], batch.ids_BS[0])
+    assert not torch.equal(written.ids_BS[1], batch.ids_BS[1])
+    assert written.ids_BS[1, 0] == batch.ids_BS[1, 0] and not written.mask_BS[1, 0]
 
 
 def test_recipe_refuses_what_cannot_be() -> None:
