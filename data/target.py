@@ -43,6 +43,10 @@ from data.target_parts import Parts, join_parts, load_in_parts, whole_tensor
 from recipes.errors import UserError
 from recipes.schema import TargetSection
 
+# Why our logits may differ from a model's own; the architecture stands in the braces.
+HEAD = "{} scales its head in a way that is not supported yet"
+ATTENDS = "the attention of {} is not supported yet"
+
 
 class HeadRows(NamedTuple):
     """Some rows of the target's output head."""
@@ -291,41 +295,33 @@ class Target:
         """Our norm and head must give the logits that the model's own code makes of any state."""
         seen: list[Tensor] = []
         hook = self.decoder.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        ids_BS = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
-        with torch.no_grad():
-            expected = self.model(input_ids=ids_BS, use_cache=False).logits.float()
+        _, expected = self._probe()
         hook.remove()
-        worst = float((self.logits(seen[0]) - expected).abs().max())
-        tolerance = (1e-4 if self.dtype == torch.float32 else 5e-2) * float(expected.abs().max())
-        if not worst <= tolerance:
-            raise UserError(
-                f"target {self.name}: logits rebuilt from a state differ from its own by "
-                f"{worst:.3g}; this architecture ({self.config.model_type}) scales its head in a "
-                "way that is not supported yet"
-            )
+        self._require_near(self.logits(seen[0]), expected, "rebuilt from a state", HEAD)
 
     def _check_conventions(self) -> None:
         """Our states and head must give the model's own logits, or nothing later is right."""
-        cache = self.new_cache(1, 8)
-        ids_BS = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
-        with torch.no_grad():
-            expected = self.model(input_ids=ids_BS, use_cache=False).logits.float()
+        ids_BS, expected = self._probe()
         ours = self.logits(self.forward(ids_BS).hidden_BSH)
-        tolerance = (1e-4 if self.dtype == torch.float32 else 5e-2) * float(expected.abs().max())
-        worst = float((ours - expected).abs().max())
-        if not worst <= tolerance:
-            raise UserError(
-                f"target {self.name}: logits rebuilt from its last state differ from its own by "
-                f"{worst:.3g}; this architecture ({self.config.model_type}) scales its head in a "
-                "way that is not supported yet"
-            )
+        self._require_near(ours, expected, "rebuilt from its last state", HEAD)
+        cache = self.new_cache(1, 8)
         for part_BS in ids_BS.split(4, 1):
             cached = self.logits(self.forward(part_BS, cache).hidden_BSH)
             cache.advance(4)
-        worst = float((cached - expected[:, 4:]).abs().max())
+        self._require_near(cached, expected[:, 4:], "computed over a cache", ATTENDS)
+
+    @torch.no_grad()
+    def _probe(self) -> tuple[Tensor, Tensor]:
+        """Eight tokens, and the logits that the model's own code makes of them."""
+        ids_BS = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
+        return ids_BS, self.model(input_ids=ids_BS, use_cache=False).logits.float()
+
+    def _require_near(self, ours: Tensor, expected: Tensor, made: str, cause: str) -> None:
+        tolerance = (1e-4 if self.dtype == torch.float32 else 5e-2) * float(expected.abs().max())
+        worst = float((ours - expected).abs().max())
         if not worst <= tolerance:
+            architecture = cause.format(f"this architecture ({self.config.model_type})")
             raise UserError(
-                f"target {self.name}: logits computed over a cache differ from its own by "
-                f"{worst:.3g}; the attention of this architecture ({self.config.model_type}) is "
-                "not supported yet"
+                f"target {self.name}: logits {made} differ from its own by {worst:.3g}; "
+                + architecture
             )

@@ -33,31 +33,10 @@ class Fault(Generic[X]):
     verify: Callable[[X], Any]
 
 
-def token_rule(x: VerifyInputs) -> Verdict:
-    """eval.verify.verify_token of a round."""
-    return verify_token(
-        x.p_BSV,
-        x.tokens_BK,
-        x.num_proposed_B,
-        x.q_BKV,
-        x.accept_uniforms_BK,
-        x.final_uniforms_B,
-    )
-
-
-def block_rule(x: VerifyInputs) -> Verdict:
-    """eval.verify.verify_block of a round."""
-    return verify_block(
-        x.p_BSV,
-        x.tokens_BK,
-        x.num_proposed_B,
-        x.q_BKV,
-        x.accept_uniforms_BK,
-        x.final_uniforms_B,
-    )
-
-
-RULES: dict[str, Verifier] = {"token": token_rule, "block": block_rule}
+RULES: dict[str, Verifier] = {
+    "token": lambda x: x.judged_by(verify_token),
+    "block": lambda x: x.judged_by(verify_block),
+}
 
 
 def replacement_from_p(x: VerifyInputs, rule: Verifier) -> Verdict:

@@ -9,6 +9,7 @@ from data.files import write_json
 from data.progress import progress
 from eval.certify import NUM_TOKENS, Certificate, certify, num_drawn
 from eval.measure import check_prompts, greedy_check, num_batches, render_all
+from eval.report import certificate_file
 from eval.results import Plan, make_drafters
 from eval.sweep import load_target
 from eval.tasks import Task
@@ -16,10 +17,8 @@ from recipes.errors import UserError
 
 
 def certificate_path(plan: Plan, name: str) -> Path:
-    """File of one of eval.drafters; where not tokens of a chain are judged, its name says it."""
-    rule = plan.recipe.eval.verification
-    words = [name] if rule == "token" else [name, rule]
-    return plan.results / f"certificate_{'_'.join(words)}.json"
+    """File of one of eval.drafters."""
+    return plan.results / certificate_file(name, plan.recipe.eval.verification)
 
 
 def run_certificates(

@@ -279,7 +279,7 @@ def _narrow(proposal: Proposal, room_B: Tensor, width: int) -> Proposal:
     more = max(0, K - proposal.tokens_BK.shape[1])
 
     def cut(law_BKV: Tensor) -> Tensor:
-        return pad(law_BKV[:, :K], (0, 0, 0, more))
+        return pad(law_BKV, (0, 0, 0, more)) if more else law_BKV[:, :K]
 
     return Proposal(
         pad(proposal.tokens_BK.to(room_B.device)[:, :K], (0, more)),

@@ -13,6 +13,7 @@ from eval.board_page import make_samples, to_html
 from eval.record import validate
 from eval.report import (
     ORDER,
+    certificate_file,
     make_rows,
     read_certificate,
     sort_rows,
@@ -61,8 +62,7 @@ def find_certificate(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] 
         settings: of the record; a certificate of another rule or tree says nothing of it.
     """
     name, rule = file.name.partition("_T")[0], settings["verification"]
-    words = [name] if rule == "token" else [name, rule]
-    path = file.with_name(f"certificate_{'_'.join(words)}.json")
+    path = file.with_name(certificate_file(name, rule))
     if not path.is_file():
         return None
     found = read_json(path)

@@ -163,6 +163,12 @@ COLUMNS = tuple(Column(*column) for column in (
 # fmt: on
 
 
+def certificate_file(name: str, verification: str) -> str:
+    """File of a drafter's certificate; where not tokens of a chain are judged, its name says it."""
+    words = [name] if verification == "token" else [name, verification]
+    return f"certificate_{'_'.join(words)}.json"
+
+
 def read_certificate(found: Any, source: str) -> dict[str, Any]:
     """What the views show of a certificate (eval.certify.Certificate).
 

@@ -41,6 +41,17 @@ class VerifyInputs:
         """bool: rows with a proposal."""
         return self.num_proposed_B > 0
 
+    def judged_by(self, rule: Callable[..., Verdict]) -> Verdict:
+        """What eval.verify.verify_token or verify_block says."""
+        return rule(
+            self.p_BSV,
+            self.tokens_BK,
+            self.num_proposed_B,
+            self.q_BKV,
+            self.accept_uniforms_BK,
+            self.final_uniforms_B,
+        )
+
     def select(self, rows_W: Tensor) -> "VerifyInputs":
         """Some rows of the round."""
         return VerifyInputs(
@@ -104,14 +115,7 @@ class DecodeSettings:
         """Judge one round."""
         if self.verifier is not None:
             return self.verifier(inputs)
-        return _RULES[self.verification](
-            inputs.p_BSV,
-            inputs.tokens_BK,
-            inputs.num_proposed_B,
-            inputs.q_BKV,
-            inputs.accept_uniforms_BK,
-            inputs.final_uniforms_B,
-        )
+        return inputs.judged_by(_RULES[self.verification])
 
 
 @dataclass

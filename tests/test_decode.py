@@ -170,14 +170,7 @@ def test_p85_replacement_comes_from_the_residual(p, q, acceptance, verification)
 
 
 def token_rule(x):
-    return verify_token(
-        x.p_BSV,
-        x.tokens_BK,
-        x.num_proposed_B,
-        x.q_BKV,
-        x.accept_uniforms_BK,
-        x.final_uniforms_B,
-    )
+    return x.judged_by(verify_token)
 
 
 def test_p85_a_verifier_put_in_place_of_the_rule_decides():
