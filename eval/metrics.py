@@ -110,7 +110,9 @@ def aggregate(records: Sequence[PromptRecord], seed: int = 0) -> AcceptanceResul
         "alpha": _ratio(sum(r.alpha_sum for r in records), sum(r.alpha_count for r in records)),
         "mean_accepted": _ratio(num_accepted, num_rounds),
         "tau": _ratio(sum(emitted_by_prompt.values()), num_rounds),
-        "tau_ci95": _interval(_resampled_ratio(emitted_C, rounds_C, _draws(len(rounds_C), seed))),
+        "tau_ci95": interval(
+            _resampled_ratio(emitted_C, rounds_C, resample_counts(len(rounds_C), seed))
+        ),
         "tau_mean_of_prompts": _ratio(sum(taus), len(taus)),
         "tau_before_stop": _ratio(before_stop + num_rounds, num_rounds),
         "survival": [count / num_rounds for count in survivors],
@@ -151,14 +153,14 @@ def speedup(
     base_rate = _ratio(base_tokens_C.sum(), base_seconds_C.sum())
     rate = _ratio(tokens_C.sum(), seconds_C.sum())
 
-    draws_RC = _draws(len(names), seed)
+    draws_RC = resample_counts(len(names), seed)
     ratios_R = _resampled_ratio(tokens_C, seconds_C, draws_RC)
     base_ratios_R = _resampled_ratio(base_tokens_C, base_seconds_C, draws_RC)
     with np.errstate(divide="ignore", invalid="ignore"):
         speedups_R = ratios_R / base_ratios_R
     return Speedup(
         speedup=None if rate is None or base_rate is None else _ratio(rate, base_rate),
-        speedup_ci95=_interval(speedups_R),
+        speedup_ci95=interval(speedups_R),
         tokens_per_second=rate,
         baseline_tokens_per_second=base_rate,
         other_lengths=[
@@ -234,7 +236,7 @@ def _totals(
     return tokens_C, seconds_C
 
 
-def _draws(num_prompts: int, seed: int) -> NDArray[np.float64]:
+def resample_counts(num_prompts: int, seed: int) -> NDArray[np.float64]:
     """How often each prompt is drawn in each resample, [R, C]; no rows below two prompts."""
     if num_prompts < 2:  # one prompt says nothing about the spread between prompts
         return np.zeros((0, num_prompts))
@@ -254,7 +256,7 @@ def _resampled_ratio(
     return ratio_R
 
 
-def _interval(values_R: NDArray[np.float64]) -> list[float] | None:
+def interval(values_R: NDArray[np.float64]) -> list[float] | None:
     """The middle 95%, or None where no resample is defined."""
     finite = values_R[np.isfinite(values_R)]
     if not len(finite):

@@ -18,13 +18,12 @@ from data.pipeline import Prepared
 from data.target import Target
 from drafters.anchors import supervised_slots
 from drafters.base import DecodingDrafter, Sampling, TrainedDrafter
-from eval.metrics import PromptRecord
+from eval.metrics import PromptRecord, interval, resample_counts
 from recipes.schema import Recipe
 from train.distiller import Distiller
 from train.validate import with_states
 
 NUM_ROWS = 64  # held-out rows of the teacher-forced numbers
-NUM_RESAMPLES = 2000
 RECURRENT = {"eagle1", "eagle3", "mtp"}  # can be asked about deeper steps than they learned
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 
@@ -104,15 +103,14 @@ def _first_guesses(batch: Batch, drafter: DecodingDrafter) -> tuple[float, float
 
 def resamples(num_clusters: int) -> Floats:
     """How often each cluster counts: once each, then in every resample; [1 + W, C]."""
-    weights = [1 / num_clusters] * num_clusters
-    drawn_WC = np.random.default_rng(0).multinomial(num_clusters, weights, size=NUM_RESAMPLES)
-    return np.vstack([np.ones((1, num_clusters)), drawn_WC])
+    return np.vstack([np.ones((1, num_clusters)), resample_counts(num_clusters, seed=0)])
 
 
 def bounded(values_W: Floats) -> list[float]:
     """The first value, and the middle 95% of the others."""
-    low, high = np.percentile(values_W[1:], [2.5, 97.5])
-    return [float(values_W[0]), float(low), float(high)]
+    ends = interval(values_W[1:])
+    assert ends is not None, "two clusters or more"
+    return [float(values_W[0]), *ends]
 
 
 def rates(sums_CG: Floats, counts_CG: Floats) -> list[list[float] | None]:
