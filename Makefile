@@ -9,8 +9,8 @@ VLLM_ENV ?= .venv-vllm
 MINUTES ?= 20
 ARMS ?=
 
-# Tests run side by side, a file at a time, one thread each.
-PARALLEL ?= -n $(THREADS) --dist loadfile
+# Tests run side by side, a file at a time in the order of tests/conftest.py, one thread each.
+PARALLEL ?= -n $(THREADS) --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no \
