@@ -229,7 +229,8 @@ def hours(args: argparse.Namespace, table: Table, names: list[str]) -> str:
         minutes = SPEED_MINUTES * len(names) * len(table.speed.num_draft_tokens)
         return f"speed of {len(names)} arms: about {minutes / 60:.1f} hours"
     runs = {table.arms[name].name for name in names if is_trained(table.arms[name])}
-    minutes = args.minutes * (1 + len(runs)) + START_MINUTES * len(runs)
+    answers = next(iter(table.arms.values())).data.max_minutes or 0
+    minutes = answers + (args.minutes + START_MINUTES) * len(runs)
     if not args.train_only:
         minutes += MEASURE_MINUTES * len(names)
     return f"{len(names)} arms, {len(runs)} trained: about {minutes / 60:.1f} hours in all"

@@ -39,11 +39,7 @@ def read_table(path: Path, minutes: float, folder: Path) -> Table:
         speed = Speed.model_validate(values["speed"])
     except ValidationError as error:
         raise UserError(f"{path}, speed: {error}") from error
-    budget = {
-        "output_dir": str(folder),
-        "train": {"max_minutes": float(minutes)},
-        "data": {"max_minutes": float(minutes)},
-    }
+    budget = {"output_dir": str(folder), "train": {"max_minutes": float(minutes)}}
     arms = {}
     for name, changes in values["arms"].items():
         fields = merged(merged(merged(values["recipe"], budget), changes), {"name": name})
