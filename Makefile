@@ -77,6 +77,7 @@ bench: $(STAMP)  ## ratios of this machine, then the exported drafter of RECIPE 
 	$(BIN)/python tests/benchmarks/speed.py
 	$(BIN)/python tests/benchmarks/training.py
 	$(BIN)/python tests/benchmarks/packing.py
+	$(BIN)/python tests/benchmarks/memory.py
 	$(BIN)/python eval/bench.py $(RECIPE)
 	$(BIN)/python eval/leaderboard.py $(RUN)/results --out $(RUN)/report
 
