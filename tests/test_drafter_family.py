@@ -234,6 +234,43 @@ def test_training_lowers_the_loss_and_reaches_every_weight(method: str, target: 
 
 
 @EVERY
+def test_every_depth_learns_a_language_whose_next_token_is_certain(
+    method: str, target: Target
+) -> None:
+    """Eight tokens in a circle, three on each time: 1 of 8 by chance, of rows never seen twice."""
+    section = SECTIONS[method]
+    size = section.draft_vocab_size or target.vocab_size
+    vocab = DraftVocab(
+        torch.arange(target.vocab_size)[:: target.vocab_size // size], target.vocab_size
+    )
+    aux = tuple(section.aux_layers or section.default_aux_layers(target.num_layers))
+    drafter = build_drafter(section, target, aux, vocab, seed=0).train()
+    distiller = Distiller(drafter, LossSection(name="ce", num_steps=DEPTHS), vocab)
+    distiller.use_target(target)
+    weights = [weight for weight in distiller.parameters() if weight.requires_grad]
+    optimizer = torch.optim.Adam(weights, 3e-3)
+    circle = vocab.ids_D[5:13]
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(50):
+        begins = torch.randint(0, 8, (2,), generator=generator).tolist()
+        rows = [
+            Row(
+                id=str(begin),
+                ids_S=circle[(begin + 3 * torch.arange(20)) % 8],
+                mask_S=torch.ones(20, dtype=torch.bool),
+            )
+            for begin in begins
+        ]
+        batch = with_states(target, collate(rows), drafter.aux_layers)
+        optimizer.zero_grad()
+        total, sums = distiller(batch)
+        (total / len(anchors_of(batch))).backward()
+        optimizer.step()
+    top1 = sums["num_top1"] / sums["num_positions"]
+    assert len(top1) == DEPTHS and top1.min() > 0.8, top1
+
+
+@EVERY
 def test_random_choices_of_training_follow_from_the_seed(method: str, target: Target) -> None:
     drafter = make(method, target)
     batch = make_batch(drafter, target, [16, 11], start=3)
