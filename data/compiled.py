@@ -1,11 +1,13 @@
-"""torch.compile for passes that are run again and again with few shapes."""
+"""torch.compile: whole passes of decoding, with few shapes, and parts of training, with any."""
 
 import time
+import warnings
 from collections.abc import Callable
-from typing import Any
+from functools import cache, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 
@@ -23,19 +25,20 @@ class Compiling:
     seconds = 0.0
 
 
-def compiled(run: Callable[..., Any], mode: str, key: str) -> Any:
-    """torch.compile(run) for each shape, whose errors name the recipe's key.
+def compiled(run: Callable[..., Any], mode: str, key: str, any_shape: bool = False) -> Any:
+    """torch.compile(run), whose errors name the recipe's key.
 
     Args:
         mode: of torch.compile, or one of BACKENDS.
+        any_shape: one kernel for all shapes in place of one for each.
     """
     torch._dynamo.config.recompile_limit = NUM_SHAPES
     how: Any = {"backend": mode} if mode in BACKENDS else {"mode": mode}
-    inner: Any = torch.compile(run, dynamic=False, **how)
+    inner: Any = torch.compile(run, dynamic=any_shape, **how)
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return inner(*args)
+            return inner(*args, **kwargs)
         except (InductorError, TorchDynamoException) as error:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise UserError(
@@ -44,6 +47,57 @@ def compiled(run: Callable[..., Any], mode: str, key: str) -> Any:
             ) from error
 
     return call
+
+
+class Parted(nn.Module):
+    """A module with methods that are a `part`.
+
+    compile_as: (mode, key) of `compiled`; None = they run as they are.
+    """
+
+    compile_as: tuple[str, str] | None = None
+
+
+M = TypeVar("M", bound=Parted)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def part(run: Callable[Concatenate[M, P], T]) -> Callable[Concatenate[M, P], T]:
+    """A method of tensors alone, without gathers or masks, that its module may want compiled.
+
+    It is where gradients are recorded: validation and decoding run it as it is. Modules of one
+    class share what was compiled, and no name of a weight changes.
+    """
+
+    @wraps(run)
+    def call(module: M, *args: P.args, **kwargs: P.kwargs) -> T:
+        how = module.compile_as
+        if how is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return run(module, *args, **kwargs)
+        out: T = _compiled_part(run, *how)(module, *args, **kwargs)
+        return out
+
+    return call
+
+
+@cache
+def _compiled_part(run: Callable[..., Any], mode: str, key: str) -> Any:
+    # Gradients leave part by part already: DDP's cuts through a graph would bring nothing.
+    torch._dynamo.config.optimize_ddp = False
+    # Said by tracing itself, of inputs that are other parts' outputs.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    return compiled(run, mode, key, any_shape=True)
+
+
+def compile_forward(module: nn.Module, mode: str, key: str) -> None:
+    """Make the forward pass of somebody else's module a part."""
+    plain, fast = module.forward, _compiled_part.__wrapped__(module.forward, mode, key)
+
+    def forward(*args: Any) -> Any:
+        return fast(*args) if torch.is_grad_enabled() else plain(*args)
+
+    module.forward = forward
 
 
 class CompiledPass:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
-from data.compiled import CompiledPass
+from data.compiled import CompiledPass, Parted
 from data.sampling import final_probs, penalise
 from data.target import Target
+from recipes.errors import UserError
 
 
 class DraftLaws(NamedTuple):
@@ -210,6 +211,23 @@ class TrainedDrafter(nn.Module, DecodingDrafter):
     @abstractmethod
     def head_weights(self) -> Sequence[Head]:
         """The head [D, W]; one for all depths, or one for each."""
+
+    def compile_training(self, mode: str, key: str) -> None:
+        """Run the parts between attention and gathers through torch.compile, in training alone.
+
+        Args:
+            mode, key: see data.compiled.compiled.
+
+        Raises:
+            UserError: there is no such part.
+        """
+        parted = [module for module in self.modules() if isinstance(module, Parted)]
+        if not parted:
+            raise UserError(
+                f"{key}: {mode}: the drafter {self.method} has no part to compile; set {key}: null"
+            )
+        for module in parted:
+            module.compile_as = (mode, key)
 
     def extra_loss(self, batch: Batch, slots: Slots, alpha_N: Tensor) -> Tensor | None:
         """A sum over slots to be added to the loss, e.g. of a confidence head.

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from data.attention import masked_attention, thin_linear
 from data.batch import Batch
 from data.cache import KVCache, TreeNodes
-from data.compiled import CompiledPass
+from data.compiled import CompiledPass, Parted, part
 from data.target import Target
 from drafters.anchors import anchors_of, choose_anchors, supervised_slots
 from drafters.base import Head, Proposal, Sampling, Slots, TrainedDrafter
@@ -76,7 +76,7 @@ class DFlashConfig:
         return asdict(self) | {"aux_layers": list(self.aux_layers)}
 
 
-class BlockLayer(nn.Module):
+class BlockLayer(Parted):
     """A decoder layer of the Qwen3 shape; what it attends over is the caller's."""
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -96,7 +96,17 @@ class BlockLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(H, eps)
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x_BSH = x_BSH + self.self_attn(self.input_layernorm(x_BSH), cos, sin, attend)
+        return self.after(x_BSH, attend(*self.before(x_BSH, cos, sin)))
+
+    @part
+    def before(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values."""
+        return self.self_attn.heads(self.input_layernorm(x_BSH), cos, sin)
+
+    @part
+    def after(self, x_BSH: Tensor, out_BMSD: Tensor) -> Tensor:
+        """What follows attention."""
+        x_BSH = x_BSH + self.self_attn.join(out_BMSD)
         return x_BSH + self.mlp(self.post_attention_layernorm(x_BSH))
 
 

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from data.attention import masked_attention
 from data.batch import Batch
 from data.cache import KVCache
-from data.compiled import CompiledPass
+from data.compiled import CompiledPass, Parted, part
 from data.documents import Documents
 from data.target import Target
 from drafters.anchors import supervised_slots
@@ -70,7 +70,7 @@ def rotary_of(config: Eagle3Config) -> LlamaRotaryEmbedding:
     )
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(Parted):
     """A decoder layer; the first one reads [embedding ; state], so its projections are 2H wide."""
 
     def __init__(self, config: Eagle3Config, first: bool) -> None:
@@ -93,6 +93,14 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, embeds_BSH: Tensor, hidden_BSH: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
+        residual_BSH, *heads = self.before(embeds_BSH, hidden_BSH, cos, sin)
+        return self.after(residual_BSH, attend(*heads))
+
+    @part
+    def before(
+        self, embeds_BSH: Tensor, hidden_BSH: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The residual [B, S, H], queries, keys and values."""
         residual_BSH = hidden_BSH
         if self.first:
             normed_BSH = self.hidden_norm(hidden_BSH)
@@ -101,7 +109,12 @@ class Eagle3Layer(nn.Module):
             x = torch.cat([self.input_layernorm(embeds_BSH), normed_BSH], -1)
         else:
             x = self.input_layernorm(hidden_BSH)
-        hidden_BSH = residual_BSH + self.self_attn(x, cos, sin, attend)
+        return residual_BSH, *self.self_attn.heads(x, cos, sin)
+
+    @part
+    def after(self, residual_BSH: Tensor, out_BMSD: Tensor) -> Tensor:
+        """What follows attention."""
+        hidden_BSH = residual_BSH + self.self_attn.join(out_BMSD)
         return hidden_BSH + self.mlp(self.post_attention_layernorm(hidden_BSH))
 
 

@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from data.attention import thin_linear
+from data.compiled import Parted, part
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (query, key, value) -> [B, N*G, S, D]
 
@@ -29,7 +30,7 @@ class Linear(nn.Linear):
         return thin_linear(x, self.weight, self.bias)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Parted):
     """x / rms(x) * weight, the mean taken in fp32."""
 
     def __init__(self, width: int, eps: float) -> None:
@@ -37,6 +38,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
+    @part
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
@@ -84,7 +86,7 @@ def rotate(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
     return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated
 
 
-class Attention(nn.Module):
+class Attention(Parted):
     """Projections, norms of queries and keys, and rotary positions around a supplied attention.
 
     bias: of all four projections. qk_norm_eps: RMSNorm of every query and key head (Qwen3); None =
@@ -110,6 +112,7 @@ class Attention(nn.Module):
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
 
+    @part
     def keys_values(self, x_BSH: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, normed and rotated, and values: each [B, N, S, D]."""
         key, value = self._heads(self.k_proj(x_BSH)), self._heads(self.v_proj(x_BSH))
@@ -117,13 +120,18 @@ class Attention(nn.Module):
             key = self.k_norm(key)
         return rotate(key, cos_BSR, sin_BSR), value
 
-    def forward(self, x_BSH: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, attend: Attend) -> Tensor:
+    def heads(
+        self, x_BSH: Tensor, cos_BSR: Tensor, sin_BSR: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What is attended with: queries [B, N*G, S, D], keys and values [B, N, S, D]."""
         query = self._heads(self.q_proj(x_BSH))
         if self.q_norm is not None:
             query = self.q_norm(query)
-        query = rotate(query, cos_BSR, sin_BSR)
-        out = attend(query, *self.keys_values(x_BSH, cos_BSR, sin_BSR))
-        return self.o_proj(out.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
+        return rotate(query, cos_BSR, sin_BSR), *self.keys_values(x_BSH, cos_BSR, sin_BSR)
+
+    def join(self, out_BMSD: Tensor) -> Tensor:
+        """What attention gave, all heads side by side and projected [B, S, H]."""
+        return self.o_proj(out_BMSD.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BSM: Tensor) -> Tensor:
         return x_BSM.view(*x_BSM.shape[:2], -1, self.head_dim).transpose(1, 2)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from data.attention import thin_linear
 from data.batch import Batch
+from data.compiled import Parted, part
 from data.target import Target
 from drafters.anchors import supervised_slots
 from drafters.base import Proposal, Sampling, Slots, TrainedDrafter
@@ -48,7 +49,7 @@ class MedusaConfig:
         return asdict(self) | {"aux_layers": list(self.aux_layers)}
 
 
-class MedusaBlock(nn.Module):
+class MedusaBlock(Parted):
     """The residual blocks of one head."""
 
     def __init__(self, config: MedusaConfig) -> None:
@@ -56,6 +57,7 @@ class MedusaBlock(nn.Module):
         H = config.hidden_size
         self.layers = nn.ModuleList([Linear(H, H, config.bias) for _ in range(config.num_layers)])
 
+    @part
     def forward(self, hidden_NH: Tensor) -> Tensor:
         for layer in self.layers:
             hidden_NH = hidden_NH + F.silu(layer(hidden_NH))

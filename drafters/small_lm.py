@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from data.attention import ATTENTION, thin_linear, use_thin_linears
 from data.batch import Batch
 from data.cache import KVCache
-from data.compiled import CompiledPass
+from data.compiled import CompiledPass, compile_forward
 from data.target import Target
 from data.target_config import cache_for, head_scale
 from drafters.anchors import (
@@ -162,6 +162,14 @@ class SmallLM(TrainedDrafter):
         packed = {} if documents is None else documents.model_inputs()
         states_BSW = self.states(batch.ids_BS, **packed)
         return Slots(states_BSW.flatten(0, 1)[anchor_N + depth_N], anchor_N, depth_N)
+
+    def compile_training(self, mode: str, key: str) -> None:
+        """Norms and MLPs; attention is transformers' own code around ours, and stays as it is."""
+        decoder = self.lm.get_decoder()
+        layers = [child for layer in decoder.layers for child in layer.children()]
+        for module in [*layers, decoder.norm]:
+            if "layer_idx" not in vars(module):
+                compile_forward(module, mode, key)
 
     # Decoding: `observe` runs over what was committed, the anchor too; `propose` goes on from it.
 

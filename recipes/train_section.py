@@ -58,6 +58,11 @@ class TrainSection(Section):
         description="run parts of the drafter again in the backward pass in place of keeping them: "
         "less memory, a third more time",
     )
+    compile: Literal["default", "aot_eager"] | None = Field(
+        default=None,
+        description="torch.compile for the drafter's parts between attention and gathers, of any "
+        "length; modes as eval.compile, without those of CUDA graphs; whole weights only",
+    )
     prefetch: CountOrZero = Field(
         default=2, description="optimizer steps read ahead by a thread; 0 = none; same order"
     )

@@ -21,8 +21,9 @@ from tests.tiny_targets import tiny_target
 from train.distiller import Distiller
 from train.gpu_hours import COMPUTE_SHARE, estimate
 from train.plan import describe, sizes_of
+from train.shape_pass import LiveBytes
 from train.step_clock import CountFlops
-from train.step_memory import LiveBytes, Shape, step_memory
+from train.step_memory import Shape, step_memory
 from train.validate import with_states
 
 AUX = (1, 2, 3)
@@ -104,6 +105,11 @@ def share_of_real(recipe: Recipe) -> float:
     recipe = recipe.model_copy(
         update={"loss": recipe.loss.model_copy(update={"renormalize": False})}
     )
+    return counted(recipe, target) / measured(recipe, target, 384)
+
+
+def counted(recipe: Recipe, target: Target, remember: bool = True) -> int:
+    """Bytes of a step of one row, counted on shapes."""
     section = recipe.drafter
     layers = tuple(section.aux_layers or section.default_aux_layers(target.num_layers))
     shape = Shape(
@@ -119,7 +125,43 @@ def share_of_real(recipe: Recipe) -> float:
         num_rows=1,
         length=384,
     )
-    return step_memory(recipe, shape).work / measured(recipe, target, 384)
+    return step_memory(recipe, shape, remember).work
+
+
+@pytest.mark.parametrize(
+    ("drafter", "num_steps", "train"),
+    [
+        ({"method": "eagle3", "draft_vocab_size": 132, "aux_layers": [1, 2, 3]}, 4, {}),
+        (
+            {"method": "eagle3", "draft_vocab_size": 132, "aux_layers": [1, 2, 3]},
+            3,
+            {"activation_checkpointing": True, "mixed_precision": "bf16"},
+        ),
+        ({"method": "small_lm", "num_layers": 2}, 1, {}),
+        (
+            {
+                "method": "dflash",
+                "num_layers": 2,
+                "block_size": 4,
+                "num_anchors": 48,
+                "aux_layers": [1, 2],
+                "mask_token_id": 3,
+            },
+            3,
+            {},
+        ),
+    ],
+    ids=["eagle3", "eagle3-lean-bf16", "small_lm", "dflash"],
+)
+def test_remembered_shapes_count_the_same_bytes_as_every_operation_worked_out(
+    drafter: dict[str, object], num_steps: int, train: dict[str, object]
+) -> None:
+    target = tiny_target("qwen3", max_position_embeddings=512)
+    keys = make_recipe(**train).model_dump(mode="json")
+    keys["drafter"], keys["loss"]["num_steps"] = drafter, num_steps
+    recipe = Recipe.model_validate(keys)
+    fast, full = counted(recipe, target), counted(recipe, target, remember=False)
+    assert fast == full > 1_000_000
 
 
 def test_activation_checkpointing_keeps_less_and_gives_the_same_gradients() -> None:

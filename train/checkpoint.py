@@ -53,6 +53,7 @@ FREE = (
     "train.max_skipped_steps",
     "train.prefetch",
     "train.activation_checkpointing",
+    "train.compile",
     "train.gradient_accumulation",  # times processes it must stay: see _check_step
     "train.validate_",
     "eval.",

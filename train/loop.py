@@ -152,7 +152,14 @@ def train(
             "train.on_policy_share needs whole weights to write with: use "
             "recipes/accelerate/ddp.yaml, zero1.yaml or zero2.yaml"
         )
+    if section.compile is not None and divides_weights(accelerator):
+        raise UserError(
+            "train.compile needs whole weights on every process: use recipes/accelerate/ddp.yaml, "
+            "zero1.yaml or zero2.yaml, or set train.compile: null"
+        )
     distiller = make_distiller(recipe, target, prepared, drafter)
+    if section.compile is not None:
+        drafter.compile_training(section.compile, "train.compile")
     if section.activation_checkpointing:
         distiller.recompute_activations()
     if start is not None:

@@ -83,6 +83,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 def result_key(recipe: Recipe) -> dict[str, Any]:
     """The parts of a recipe that the trained weights depend on."""
     fields = recipe.model_dump(mode="json")
+    del fields["train"]["compile"]  # the same weights within rounding
     return {name: fields[name] for name in ("target", "data", "drafter", "loss", "train")}
 
 

@@ -9,15 +9,11 @@ changes the number. What it leaves out: work space inside kernels, the allocator
 what the process weighs before it holds a model.
 """
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from data.attention import thin_linear
@@ -29,47 +25,10 @@ from recipes.drafter_sections import BlockSection
 from recipes.schema import Recipe
 from train.distiller import Distiller
 from train.linear_loss import BLOCK_NUMBERS
+from train.shape_pass import LiveBytes, Shapes
 
 WEIGHT_BYTES = 4
-aten: Any = torch.ops.aten
 SUMMARY_POSITIONS = 256  # positions whose target logits exist together (data.hidden_states)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations make under it: now and at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: dict[int, Any] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operation and count what it returns, if it was not there before."""
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._note(leaf, new=False)
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._note(leaf, new=True)
-        return out
-
-    def _note(self, tensor: Tensor, new: bool) -> None:
-        """Remember a tensor's storage until it dies; count it if an operation made it."""
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes() if new else 0
-        if key in self._known:
-            return
-
-        def forget(_: Any) -> None:
-            self.now -= size
-            del self._known[key]
-
-        self._known[key] = weakref.ref(storage, forget)
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +75,15 @@ class Shape:
     on_gpu: bool = False
 
 
-def step_memory(recipe: Recipe, shape: Shape) -> StepMemory:
-    """The estimate for a batch whose every position is supervised, hence an upper bound."""
+def step_memory(recipe: Recipe, shape: Shape, remember: bool = True) -> StepMemory:
+    """The estimate for a batch whose every position is supervised, hence an upper bound.
+
+    Args:
+        remember: see train.shape_pass.Shapes; without it the same comes out, later.
+    """
     section, H = recipe.train, int(shape.fields["hidden_size"])
     vocab_size = int(shape.fields["vocab_size"])
-    with Shapes():
+    with Shapes(remember):
         work = _run(recipe, shape)
     positions = shape.num_rows * shape.length
     states = positions * H * (1 + len(shape.aux_layers)) * shape.states_bytes
@@ -138,53 +101,6 @@ def step_memory(recipe: Recipe, shape: Shape) -> StepMemory:
         batch=batches,
         work=work,
     )
-
-
-class Shapes(TorchDispatchMode):
-    """Operations run on shapes: numbers have no memory, integers are real.
-
-    So which slots are supervised, and in which order, is worked out as in a real step, while no
-    weight and no activation exists.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fake = FakeTensorMode()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operation for real where only integers come in, or where it makes some."""
-        kwargs = kwargs or {}
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not any(isinstance(leaf, FakeTensor) for leaf in leaves):
-            if not leaves:
-                with self.fake:
-                    out = func(*args, **kwargs)
-                if isinstance(out, Tensor) and out.is_floating_point():
-                    return out
-            return func(*args, **kwargs)
-        args, kwargs = tree_map(self._as_shape, (_places(func, args), kwargs))
-        with self.fake:
-            return func(*args, **kwargs)
-
-    def _as_shape(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
-            return self.fake.from_tensor(leaf.detach())
-        return leaf
-
-
-def _places(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with real masks that index turned into places: how many is known."""
-    if func not in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
-        return args
-    indices: list[Any] = []
-    for index in args[1]:
-        if isinstance(index, Tensor) and index.dtype == torch.bool:
-            indices += index.nonzero(as_tuple=True)
-        else:
-            indices.append(index)
-    return (args[0], indices, *args[2:])
 
 
 class Ends:

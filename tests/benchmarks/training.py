@@ -37,7 +37,8 @@ from recipes.schema import LossSection, Recipe, TargetSection
 from train.distiller import Distiller
 from train.linear_loss import linear_loss
 from train.losses import LOSSES, LossOptions
-from train.step_memory import LiveBytes, Shape, step_memory
+from train.shape_pass import LiveBytes
+from train.step_memory import Shape, step_memory
 from train.validate import with_states
 
 aten: Any = torch.ops.aten
