@@ -3,10 +3,10 @@
     python tests/benchmarks/training.py [--target embedded:smollm2-135m] [--length 2048]
 
 Prints a table in the form of docs/performance.md: a step against the bare matrix products in it
-(recorded from the step, played again on tensors of the same shapes and strides), states computed in
-the step against cached ones, activations kept against computed again, kinds of AdamW, chunked
-against plain loss (time and peak bytes), cost against S, D, K and memory against V, and rows a
-second of 2 processes against 1.
+(recorded from the step, played again on tensors of the same shapes and strides), parts compiled
+against none, states computed in the step against cached ones, activations kept against computed
+again, kinds of AdamW, chunked against plain loss (time and peak bytes), cost against S, D, K and
+memory against V, and rows a second of 2 processes against 1.
 Dimension letters: S positions, D draft vocabulary, K rollout steps, V target vocabulary, N slots, H
 hidden width.
 """
@@ -143,6 +143,12 @@ def bench_step(target: Target, args: argparse.Namespace) -> None:
     bare = random_batch(target, args.length)
     lean = make_distiller(target, args.steps, args.draft_vocab)
     lean.recompute_activations()
+    fast = make_distiller(target, args.steps, args.draft_vocab)
+    fast.drafter.compile_training("default", "train.compile")
+    compiled = step_of(fast, batch)
+    begun = time.perf_counter()
+    compiled()
+    first = time.perf_counter() - begun
 
     def online() -> None:
         step_of(distiller, with_states(target, bare, distiller.drafter.aux_layers))()
@@ -152,6 +158,7 @@ def bench_step(target: Target, args: argparse.Namespace) -> None:
         "products": recorder.replay(),
         "online": online,
         "checkpointing": step_of(lean, batch),
+        "compiled": compiled,
     }
     seconds = interleaved(arms, args.repeats)
     base = seconds["cached"]
@@ -159,6 +166,10 @@ def bench_step(target: Target, args: argparse.Namespace) -> None:
         f"a step against its {len(recorder.calls)} matrix products, "
         f"S {args.length}, K {args.steps}, D {args.draft_vocab}",
         f"{base / seconds['products']:.2f}x ({base:.2f} s, {args.length / base:,.0f} tokens/s)",
+    )
+    row(
+        "train.compile against none",
+        f"{seconds['compiled'] / base:.2f}x (the first step {first:.0f} s)",
     )
     row("states made in the step against cached ones", f"{seconds['online'] / base:.2f}x")
     kept, again = peak_of(step), peak_of(arms["checkpointing"])
