@@ -108,7 +108,7 @@ def describe_errors(
         origin = f"recipe {file}"
         if any(key == name or key.startswith(f"{name}.") for name in overridden):
             origin = "command line"
-        elif any(name.startswith(f"{key}.") for name in overridden):
+        elif any(name.startswith(f"{key}.") or not key for name in overridden):
             origin = f"recipe {file} with the command line"
         lines.append(f"{origin}: {_describe(detail, key, keys)}")
     if error.error_count() > _MAX_ERRORS:
@@ -134,7 +134,7 @@ def _describe(detail: ErrorDetails, key: str, keys: list[str]) -> str:
         .removeprefix("Input should be ")
     )
     if kind == "value_error":
-        return f"{key}: {message}"
+        return f"{key}: {message}" if key else message
     expected = _EXPECTED.get(kind, message)
     return f"{key}: {detail['input']!r} is not valid; expected {expected}"
 

@@ -159,12 +159,15 @@ def test_wandb_takes_recipe_record_and_samples(tmp_path, monkeypatch):
 
 
 def test_the_end_of_a_run_in_one_line(tmp_path):
-    line = result_line(tmp_path / "drafter", 1200, 345678, 90.0, 2.3456)
+    line = result_line(tmp_path / "drafter", 1200, 345678, 90.0, 2.3456, decoded=True)
     assert line == (
         "result: best validated tau 2.346, 1,200 steps, 345,678 supervised tokens, 1.5 minutes; "
         f"drafter in {tmp_path}/drafter"
     )
-    assert result_line(tmp_path, 1, 2, 6.0, None).startswith("result: 1 steps, 2 supervised")
+    line = result_line(tmp_path, 1, 2, 6.0, None, decoded=True)
+    assert line.startswith("result: 1 steps, 2 supervised")
+    line = result_line(tmp_path, 1, 2, 6.0, 1.5, decoded=False)
+    assert line.startswith("result: best teacher-forced tau (nothing was decoded) 1.500, 1 steps")
 
 
 def test_run_record(tmp_path):

@@ -22,6 +22,7 @@ from tests.test_packing import loss_and_gradients, make_rows, ready
 from tests.tiny_exports import ROOT
 from train.checkpoint import differences
 from train.distiller import Distiller
+from train.step_clock import StepClock
 
 EAGLE3 = {"RMSNorm.forward", "Eagle3Layer.before", "Eagle3Layer.after"}
 BLOCKS = {"RMSNorm.forward", "BlockLayer.before", "BlockLayer.after", "Attention.keys_values"}
@@ -132,6 +133,25 @@ def test_inductor_gives_the_same(target: Target, parts: set[str]) -> None:
     for rows in ([0, 2], [0, 4]):
         check_same(plain, other, make_batch(plain.drafter, target, rows))
     assert parts == PARTS["medusa"]
+
+
+@pytest.mark.usefixtures("parts")
+def test_counting_flops_in_the_first_micro_batch_leaves_the_others_compiled(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.step_clock.peak_flops", lambda _: 1e9)
+    distiller, clock = make_distiller("medusa", target), StepClock(torch.device("cpu"))
+    distiller.drafter.compile_training("aot_eager", "train.compile")
+    batch = make_batch(distiller.drafter, target, [0, 2])
+    torch._dynamo.reset()
+    counters.clear()
+    num_graphs = []
+    for _ in range(3):
+        with clock.micro_batch(distiller, batch.ids_BS.numel()):
+            distiller(batch)[0].backward()
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert clock.flops_per_position > 0
+    assert num_graphs == [0, 1, 1]
 
 
 @pytest.mark.usefixtures("parts")

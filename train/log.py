@@ -234,10 +234,16 @@ def write_run_record(recipe: Recipe) -> Path:
 
 
 def result_line(
-    folder: Path, steps: int, num_tokens: int, seconds: float, tau: float | None
+    folder: Path, steps: int, num_tokens: int, seconds: float, tau: float | None, decoded: bool
 ) -> str:
-    """The end of a run in one line; tau: the best validated one, where there is one."""
-    best = "" if tau is None else f"best validated tau {tau:.3f}, "
+    """The end of a run in one line.
+
+    Args:
+        tau: the best of held-out rows, where there is one.
+        decoded: by decoding, else teacher-forced.
+    """
+    kind = "validated tau" if decoded else "teacher-forced tau (nothing was decoded)"
+    best = "" if tau is None else f"best {kind} {tau:.3f}, "
     return (
         f"result: {best}{steps:,} steps, {num_tokens:,} supervised tokens, "
         f"{seconds / 60:.1f} minutes; drafter in {folder}"

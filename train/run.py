@@ -135,9 +135,8 @@ def run_with(accelerator: Accelerator, recipe: Recipe, resume: bool) -> Path:
             recipe.run_dir / "trained.json",
             {"recipe": result_key(recipe), "steps": progress.step, "seconds": progress.seconds},
         )
-        log.info(
-            result_line(folder, progress.step, progress.num_tokens, progress.seconds, progress.best)
-        )
+        done = (progress.step, progress.num_tokens, progress.seconds, progress.best)
+        log.info(result_line(folder, *done, decoded=recipe.train.validate_prompts > 0))
     accelerator.wait_for_everyone()
     return folder
 

@@ -122,7 +122,8 @@ class StepClock:
             if self.flops_per_position:
                 yield
             else:
-                with CountFlops() as counter:
+                # Under a counter torch.compile would skip its parts, then and ever after.
+                with torch.compiler.set_stance("force_eager"), CountFlops() as counter:
                     yield
                 self.flops_per_position = counter.flops / max(num_positions, 1)
             phases[1].__exit__(None, None, None)
