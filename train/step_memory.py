@@ -75,15 +75,11 @@ class Shape:
     on_gpu: bool = False
 
 
-def step_memory(recipe: Recipe, shape: Shape, remember: bool = True) -> StepMemory:
-    """The estimate for a batch whose every position is supervised, hence an upper bound.
-
-    Args:
-        remember: see train.shape_pass.Shapes; without it the same comes out, later.
-    """
+def step_memory(recipe: Recipe, shape: Shape) -> StepMemory:
+    """The estimate for a batch whose every position is supervised: none has larger tensors."""
     section, H = recipe.train, int(shape.fields["hidden_size"])
     vocab_size = int(shape.fields["vocab_size"])
-    with Shapes(remember):
+    with Shapes():
         work = _run(recipe, shape)
     positions = shape.num_rows * shape.length
     states = positions * H * (1 + len(shape.aux_layers)) * shape.states_bytes

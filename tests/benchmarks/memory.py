@@ -25,7 +25,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from data.embedded import byte_tokenizer
 from data.target import Target
 from recipes.schema import Recipe
-from train.step_memory import Shape, step_memory
+from tests.bare_shapes import bare_shape
+from train.step_memory import step_memory
 from train.validate import with_states
 
 LAYERS, HEAD_WIDTH = 7, 128  # of the target; a step sees the states of three layers alone
@@ -60,19 +61,8 @@ def stated(target: Target, args: argparse.Namespace) -> int:
             "train": {"activation_checkpointing": args.checkpointing},
         }
     )
-    shape = Shape(
-        fields=target.config.to_dict(),
-        aux_layers=(2, LAYERS // 2, LAYERS - 3),  # as make_distiller
-        draft_vocab_size=args.draft_vocab,
-        num_parameters=0,
-        num_trained=0,
-        target_parameters=0,
-        held_parameters=0,
-        target_bytes=4,
-        states_bytes=4,
-        num_rows=1,
-        length=args.length,
-    )
+    layers = (2, LAYERS // 2, LAYERS - 3)  # as make_distiller
+    shape = bare_shape(target.config.to_dict(), layers, args.draft_vocab, args.length)
     return step_memory(recipe, shape).work
 
 

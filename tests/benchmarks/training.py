@@ -34,11 +34,12 @@ from data.vocab import DraftVocab
 from drafters.methods import build_drafter
 from recipes.drafter_sections import Eagle3Section
 from recipes.schema import LossSection, Recipe, TargetSection
+from tests.bare_shapes import bare_shape
 from train.distiller import Distiller
 from train.linear_loss import linear_loss
 from train.losses import LOSSES, LossOptions
 from train.shape_pass import LiveBytes
-from train.step_memory import Shape, step_memory
+from train.step_memory import step_memory
 from train.validate import with_states
 
 aten: Any = torch.ops.aten
@@ -260,19 +261,8 @@ def bench_vocabulary(target: Target, args: argparse.Namespace) -> None:
                 "loss": {"num_steps": 3},
             }
         )
-        shape = Shape(
-            fields=target.config.to_dict() | {"vocab_size": V},
-            aux_layers=(1, 2, 3),
-            draft_vocab_size=args.draft_vocab,
-            num_parameters=0,
-            num_trained=0,
-            target_parameters=0,
-            held_parameters=0,
-            target_bytes=4,
-            states_bytes=2,
-            num_rows=1,
-            length=1024,
-        )
+        fields = target.config.to_dict() | {"vocab_size": V}
+        shape = bare_shape(fields, (1, 2, 3), args.draft_vocab, 1024, states_bytes=2)
         found[V] = step_memory(recipe, shape).work / 1e9
     cells = "  ".join(f"{V}: {size:.3f} GB" for V, size in found.items())
     row("a step's peak beside weights against V", cells)
