@@ -81,8 +81,7 @@ def part(run: Callable[Concatenate[M, P], T]) -> Callable[Concatenate[M, P], T]:
     return call
 
 
-@cache
-def _compiled_part(run: Callable[..., Any], mode: str, key: str) -> Any:
+def _any_shape(run: Callable[..., Any], mode: str, key: str) -> Any:
     # Gradients leave part by part already: DDP's cuts through a graph would bring nothing.
     torch._dynamo.config.optimize_ddp = False
     # Said by tracing itself, of inputs that are other parts' outputs.
@@ -90,9 +89,12 @@ def _compiled_part(run: Callable[..., Any], mode: str, key: str) -> Any:
     return compiled(run, mode, key, any_shape=True)
 
 
+_compiled_part = cache(_any_shape)
+
+
 def compile_forward(module: nn.Module, mode: str, key: str) -> None:
     """Make the forward pass of somebody else's module a part."""
-    plain, fast = module.forward, _compiled_part.__wrapped__(module.forward, mode, key)
+    plain, fast = module.forward, _any_shape(module.forward, mode, key)
 
     def forward(*args: Any) -> Any:
         return fast(*args) if torch.is_grad_enabled() else plain(*args)

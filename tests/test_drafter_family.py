@@ -67,13 +67,17 @@ def target() -> Target:
     return Target.load(TargetSection(model="random:qwen3-tiny", dtype="float32", device="cpu"))
 
 
-def make(method: str, target: Target) -> TrainedDrafter:
+def build(method: str, target: Target) -> tuple[TrainedDrafter, DraftVocab]:
     section = SECTIONS[method]
     size = section.draft_vocab_size or target.vocab_size
     ids_D = torch.arange(target.vocab_size)[:: target.vocab_size // size]
     vocab = DraftVocab(ids_D, target.vocab_size)
     aux = tuple(section.aux_layers or section.default_aux_layers(target.num_layers))
-    drafter = build_drafter(section, target, aux, vocab, seed=0)
+    return build_drafter(section, target, aux, vocab, seed=0), vocab
+
+
+def make(method: str, target: Target) -> TrainedDrafter:
+    drafter, _ = build(method, target)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():  # no norm is the identity, no projection is zero
         for name, weight in drafter.named_parameters():
@@ -237,14 +241,9 @@ def test_training_lowers_the_loss_and_reaches_every_weight(method: str, target: 
 def test_every_depth_learns_a_language_whose_next_token_is_certain(
     method: str, target: Target
 ) -> None:
-    """Eight tokens in a circle, three on each time: 1 of 8 by chance, of rows never seen twice."""
-    section = SECTIONS[method]
-    size = section.draft_vocab_size or target.vocab_size
-    vocab = DraftVocab(
-        torch.arange(target.vocab_size)[:: target.vocab_size // size], target.vocab_size
-    )
-    aux = tuple(section.aux_layers or section.default_aux_layers(target.num_layers))
-    drafter = build_drafter(section, target, aux, vocab, seed=0).train()
+    """Eight tokens in a circle, three on each time: by chance 1 of 8 is right."""
+    drafter, vocab = build(method, target)
+    drafter.train()
     distiller = Distiller(drafter, LossSection(name="ce", num_steps=DEPTHS), vocab)
     distiller.use_target(target)
     weights = [weight for weight in distiller.parameters() if weight.requires_grad]

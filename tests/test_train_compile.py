@@ -56,6 +56,8 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(compiling, "compiled", noting)
     compiling._compiled_part.cache_clear()
+    torch._dynamo.reset()
+    counters.clear()
     return names
 
 
@@ -101,6 +103,7 @@ def test_loss_and_gradients_are_those_of_the_drafter_as_it_is(
     check_same(plain, other, make_batch(plain.drafter, target, [0, 2]))
     assert parts == PARTS[method]
     num_graphs = counters["stats"]["unique_graphs"]
+    assert num_graphs > 0
     for rows in ([3, 2], [0, 4]):  # 9 and 15 long, after 12
         check_same(plain, other, make_batch(plain.drafter, target, rows))
     assert counters["stats"]["unique_graphs"] == num_graphs
@@ -123,7 +126,7 @@ def test_packed_rows_recomputed_under_ddp(target: Target, parts: set[str]) -> No
             check_same(plain, model, make_batch(plain.drafter, target, rows, packing=True))
     finally:
         distributed.destroy_process_group()
-    assert parts == PARTS["eagle3"]
+    assert parts == PARTS["eagle3"] and counters["stats"]["unique_graphs"] > 0
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -132,7 +135,7 @@ def test_inductor_gives_the_same(target: Target, parts: set[str]) -> None:
     other.drafter.compile_training("default", "train.compile")
     for rows in ([0, 2], [0, 4]):
         check_same(plain, other, make_batch(plain.drafter, target, rows))
-    assert parts == PARTS["medusa"]
+    assert parts == PARTS["medusa"] and counters["stats"]["unique_graphs"] > 0
 
 
 @pytest.mark.usefixtures("parts")
@@ -143,8 +146,6 @@ def test_counting_flops_in_the_first_micro_batch_leaves_the_others_compiled(
     distiller, clock = make_distiller("medusa", target), StepClock(torch.device("cpu"))
     distiller.drafter.compile_training("aot_eager", "train.compile")
     batch = make_batch(distiller.drafter, target, [0, 2])
-    torch._dynamo.reset()
-    counters.clear()
     num_graphs = []
     for _ in range(3):
         with clock.micro_batch(distiller, batch.ids_BS.numel()):
@@ -159,7 +160,6 @@ def test_no_compiler_is_an_error_that_names_the_key(target: Target) -> None:
     distiller = make_distiller("medusa", target)
     distiller.drafter.compile_training("default", "train.compile")
     batch = make_batch(distiller.drafter, target, [4, 3, 2])
-    torch._dynamo.reset()
     patch = {"cpp.cxx": ("/no/compiler/here",), "force_disable_caches": True}
     with (
         torch._inductor.config.patch(patch),
