@@ -110,7 +110,11 @@ def describe_errors(
             origin = "command line"
         elif any(name.startswith(f"{key}.") or not key for name in overridden):
             origin = f"recipe {file} with the command line"
-        lines.append(f"{origin}: {_describe(detail, key, keys)}")
+        line = _describe(detail, key, keys)
+        field = dict(fields_by_key(recipe_type)).get(key)
+        if detail["type"] == "literal_error" and field and type(None) in get_args(field.annotation):
+            line += " or null"
+        lines.append(f"{origin}: {line}")
     if error.error_count() > _MAX_ERRORS:
         lines.append(f"... and {error.error_count() - _MAX_ERRORS} more")
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from tests.tiny_exports import ROOT
 from tests.tiny_targets import tiny_target
 from train.distiller import Distiller
 from train.gpu_hours import COMPUTE_SHARE, estimate
-from train.plan import describe, sizes_of
+from train.plan import estimates, sizes_of
 from train.shape_pass import LiveBytes, Shapes
 from train.step_clock import CountFlops
 from train.step_memory import step_memory
@@ -194,7 +194,7 @@ def test_bytes_live_only_as_long_as_their_tensors() -> None:
 
 
 def test_dry_run_states_sizes_and_memory() -> None:
-    text = describe(make_recipe(max_steps=7))
+    text = estimates(make_recipe(max_steps=7))
     sizes = sizes_of(make_recipe(max_steps=7))
     assert "steps: 7 of 1 rows (1 processes)" in text
     assert f"counted on shapes: {sizes.memory.peak / 1e9:.2f} GB" in text
@@ -305,8 +305,7 @@ def test_recipes_for_gpus_dry_run_from_the_config_alone(path: Path, tmp_path: Pa
     changes = [f"target.model={folder_of(recipe.target.model, tmp_path)}", *short]
     if recipe.drafter.method == "small_lm" and recipe.drafter.model is not None:
         changes.append(f"drafter.model={folder_of(recipe.drafter.model, tmp_path)}")
-    text = describe(load_recipe(path, changes))
-    assert "no estimates" not in text
+    text = estimates(load_recipe(path, changes))
     assert "target: 8,190.7M parameters" in text or "target: 8,030.3M parameters" in text
     assert "memory a process at most" in text and "steps: " in text
 

@@ -174,6 +174,7 @@ def test_dry_run_prints_and_touches_nothing(tmp_path: Path) -> None:
         (["recipes/none.yaml"], "recipes/none.yaml"),
         ([SMOKE, "train.lrr=1"], "train.lr"),
         ([SMOKE, "target.model=./no-such-folder"], "no such folder"),
+        ([SMOKE, "target.model=./no-such-folder", "--dry-run"], "no such folder"),
         ([SMOKE, "drafter.draft_vocab_size=300"], "300"),
         ([SMOKE, "train.lr=fast"], "fast"),
     ],

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.progress import log_to_stderr
 from recipes.errors import UserError
-from recipes.schema import load_recipe
+from recipes.schema import dump_recipe, load_recipe
 
 
 def main() -> int:
@@ -42,9 +42,10 @@ def main() -> int:
     try:
         recipe = load_recipe(args.recipe, args.overrides)
         if args.dry_run:
-            from train.plan import describe
+            from train.plan import estimates
 
-            print(describe(recipe))
+            print(dump_recipe(recipe), flush=True)  # also where no estimate can be made
+            print(estimates(recipe))
             return 0
         if args.estimate:
             from train.gpu_hours import estimate

@@ -13,8 +13,7 @@ from data.files import read_json
 from data.pipeline import data_dir
 from data.target_config import DTYPES, resolve_device, resolve_dtype
 from drafters.methods import build_on_meta
-from recipes.errors import UserError
-from recipes.schema import Recipe, dump_recipe
+from recipes.schema import Recipe
 from train.step_memory import Shape, StepMemory, step_memory
 
 
@@ -36,14 +35,13 @@ class Sizes:
     memory: StepMemory
 
 
-def describe(recipe: Recipe) -> str:
-    """The resolved recipe, then the estimates (upper bounds where data is not prepared yet)."""
-    parts = [dump_recipe(recipe).rstrip(), ""]
-    try:
-        parts += [estimate_data(recipe), _sizes(recipe)]
-    except UserError as error:
-        parts.append(f"no estimates: {error}")
-    return "\n".join(parts)
+def estimates(recipe: Recipe) -> str:
+    """What a run comes to (upper bounds where data is not prepared yet).
+
+    Raises:
+        UserError: the target's config cannot be read, so there is nothing to say.
+    """
+    return f"{estimate_data(recipe)}\n{_sizes(recipe)}"
 
 
 def sizes_of(recipe: Recipe, on_gpu: bool | None = None, num_local: int | None = None) -> Sizes:
