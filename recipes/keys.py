@@ -95,36 +95,32 @@ def describe_errors(
     lines = []
     for detail in error.errors(include_url=False)[:_MAX_ERRORS]:
         parts = [str(part) for part in detail["loc"]]
-        keys = [key for key, _ in fields_by_key(recipe_type)]
+        fields = dict(fields_by_key(recipe_type))
         if (
             len(parts) > 1
             and len(forms := sections_of(recipe_type.model_fields[parts[0]].annotation)) > 1
         ):
             form = parts.pop(1)  # the value of `method`, which pydantic puts into the place
             own = [f for f in forms if f.model_fields["method"].default == form]
-            others = [key for key in keys if not key.startswith(f"{parts[0]}.")]
-            keys = others + [f"{parts[0]}.{key}" for f in own for key, _ in fields_by_key(f)]
+            fields = {k: leaf for k, leaf in fields.items() if not k.startswith(f"{parts[0]}.")}
+            fields |= {f"{parts[0]}.{k}": leaf for f in own for k, leaf in fields_by_key(f)}
         key = ".".join(parts)
         origin = f"recipe {file}"
         if any(key == name or key.startswith(f"{name}.") for name in overridden):
             origin = "command line"
         elif any(name.startswith(f"{key}.") or not key for name in overridden):
             origin = f"recipe {file} with the command line"
-        line = _describe(detail, key, keys)
-        field = dict(fields_by_key(recipe_type)).get(key)
-        if detail["type"] == "literal_error" and field and type(None) in get_args(field.annotation):
-            line += " or null"
-        lines.append(f"{origin}: {line}")
+        lines.append(f"{origin}: {_describe(detail, key, fields)}")
     if error.error_count() > _MAX_ERRORS:
         lines.append(f"... and {error.error_count() - _MAX_ERRORS} more")
     return "\n".join(lines)
 
 
-def _describe(detail: ErrorDetails, key: str, keys: list[str]) -> str:
+def _describe(detail: ErrorDetails, key: str, fields: dict[str, FieldInfo]) -> str:
     """Word one error, without its origin."""
     kind = detail["type"]
     if kind == "extra_forbidden":
-        return f"unknown key {key!r}; {suggest(key, keys)}"
+        return f"unknown key {key!r}; {suggest(key, list(fields))}"
     if kind == "union_tag_invalid":
         context = detail.get("ctx", {})
         given = detail["input"].get("method") if isinstance(detail["input"], dict) else None
@@ -140,6 +136,9 @@ def _describe(detail: ErrorDetails, key: str, keys: list[str]) -> str:
     if kind == "value_error":
         return f"{key}: {message}" if key else message
     expected = _EXPECTED.get(kind, message)
+    field = fields.get(key)  # None for an item of a list, which is never null
+    if kind == "literal_error" and field and type(None) in get_args(field.annotation):
+        expected += " or null"
     return f"{key}: {detail['input']!r} is not valid; expected {expected}"
 
 
