@@ -171,7 +171,7 @@ def test_unknown_key_names_where_it_stands(tmp_path):
         ("loss.num_steps=0", "loss.num_steps: 0 is not valid; expected greater than or equal to 1"),
         ("loss.name=kll", "expected 'kl', 'ce', 'rkl', 'jsd', 'tv', 'l1', 'nla', 'lk_hybrid' or"),
         ("train.compile=max", "expected 'default' or 'aot_eager' or null"),
-        ("eval.drafters=[ngram]", "eval.drafters.0: 'ngram' is not valid; expected 'drafter', "),
+        ("eval.drafters=[head]", "eval.drafters.0: 'head' is not valid; expected 'drafter', "),
         ("target=5", "target: 5 is not valid; expected a section"),
         ("train.betas=[0.9, 1.0]", "each beta is at least 0 and below 1"),
         ("name=../up", "expected match pattern"),
