@@ -40,8 +40,10 @@ class TrainSection(Section):
     warmup_ratio: Share = Field(default=0.015, description="share of steps, as SpecForge")
     min_lr_ratio: Share = Field(default=0.0, description="last / peak learning rate, cosine")
     clip: Positive = Field(default=0.5, description="largest gradient norm, as EAGLE-3")
-    mixed_precision: Literal["no", "bf16"] = Field(
-        default="no", description="bf16 = autocast with float32 master weights"
+    mixed_precision: Literal["no", "bf16", "auto"] = Field(
+        default="no",
+        description="bf16 = autocast with float32 master weights; auto = bf16 where the hardware "
+        "multiplies it (CUDA, CPUs with AVX512-BF16), else no",
     )
     on_policy_share: Share = Field(
         default=0.0,

@@ -11,6 +11,7 @@ from torch import nn
 
 from recipes.errors import UserError
 from recipes.train_section import TrainSection
+from train.distiller import autocasts
 from train.optim import build_optimizer, clip, lr_factor, param_groups, set_lr
 from train.shards import prepare, set_moments, take_step, whole_moments
 
@@ -100,6 +101,15 @@ def test_8_bit_adamw_follows_adamw_and_goes_on_from_its_moments():
     moved = (plain - first["weight"]).abs().mean()
     assert (straight - plain).abs().mean() < 0.1 * moved
     assert not torch.equal(straight, half)
+
+
+def test_auto_is_bf16_where_the_hardware_multiplies_it(monkeypatch):
+    kinds = [TrainSection(mixed_precision=kind) for kind in ("no", "bf16", "auto")]
+    for native in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda native=native: native)
+        on_cpu = [autocasts(kind, torch.device("cpu")) for kind in kinds]
+        assert on_cpu == [False, True, native]
+    assert [autocasts(kind, torch.device("cuda")) for kind in kinds] == [False, True, True]
 
 
 def test_moments_stay_fp32_under_bf16_arithmetic():

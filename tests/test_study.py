@@ -71,6 +71,7 @@ def arm(
         "hardware": "a chip",
         "commit": "c0ffee",
         "tau": {"chat": tau},
+        "sums": {"chat": [[tau[0] * rounds, rounds] for rounds in (20, 30)]},
         "accepted": [[0.5, 0.4, 0.6], None],
         "speed": speed,
         "alpha": None,
@@ -168,6 +169,22 @@ def test_accepted_positions_are_conditional_and_pooled_over_prompts() -> None:
     assert third is not None and third[0] == 0.0  # reached by two rounds, accepted by none
 
 
+def test_tau_is_compared_prompt_by_prompt() -> None:
+    one = [
+        PromptRecord("a", None, 0, accepted=[1, 0], num_tokens=3),
+        PromptRecord("b", None, 0, accepted=[2], num_tokens=3),
+        PromptRecord("a", None, 1, accepted=[0, 1], num_tokens=3),
+    ]
+    assert study_numbers.tokens_and_rounds(one) == [[6.0, 4.0], [3.0, 1.0]]  # a, b
+    # Prompts differ far more (1 to 3) than the arms do on each of them (by 0.2 to 0.4).
+    old = [[10.0 * k, 10.0] for k in (1, 2, 3)] * 4
+    new = [[10.0 * k + d, 10.0] for k, d in ((1, 2), (2, 3), (3, 4))] * 4
+    value, low, high = study_numbers.tau_gain(old, new)
+    assert value == pytest.approx(0.3) and 0.2 < low < 0.3 < high < 0.4
+    back = study_numbers.tau_gain(new, old)
+    assert back == pytest.approx([-value, -high, -low])
+
+
 def test_first_guesses_of_lookup_are_compared_with_the_target() -> None:
     ids = torch.tensor([[7, 8, 9, 7, 8, 9, 1]])
     mask = torch.tensor([[False, False, False, True, True, True, True]])
@@ -237,7 +254,8 @@ def test_tables_say_what_was_not_run() -> None:
     assert "| head | 2.0M | 5,000 | 8.0 | 0.45 [0.40, 0.50], 0.20 [0.10, 0.30] |" in lines
     assert (
         "| head | 3.00, 0.10 | -, - | 1.00, 0.30 | 0.00, 0.40 | 0.05 [0.00, 0.10] | "
-        "0.35 [0.30, 0.40]: better | 0.01 [-0.10, 0.12]: not apart | better |" in lines
+        "0.35 [0.30, 0.40]: better | 0.01 [-0.10, 0.12]: not apart | "
+        "0.30 [0.30, 0.30]: better |" in lines  # more on each prompt alike
     )
     assert "![top-1 agreement against minutes, a panel an arm](curves.svg)" in lines
 

@@ -12,15 +12,23 @@ from torch import Tensor, nn
 
 from data.batch import Batch
 from data.target import HeadRows, Target
+from data.target_config import resolve_dtype
 from data.vocab import DraftVocab
 from drafters.anchors import anchors_of
 from drafters.base import Slots, TrainedDrafter
 from drafters.eagle3 import Eagle3
 from drafters.layers import MLP
 from recipes.schema import LossSection
+from recipes.train_section import TrainSection
 from train.linear_loss import Teacher, head_pass, linear_loss
 from train.losses import LOSSES, LossOptions
 from train.weighting import by_draft, d_pace_weights, end_to_end_weights
+
+
+def autocasts(section: TrainSection, device: torch.device) -> bool:
+    """Whether the drafter's products are bf16 in training (`train.mixed_precision`)."""
+    kind = section.mixed_precision
+    return kind == "bf16" or (kind == "auto" and resolve_dtype("auto", device) == torch.bfloat16)
 
 
 class Distiller(nn.Module):

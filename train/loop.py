@@ -30,7 +30,7 @@ from drafters.base import TrainedDrafter
 from recipes.errors import UserError
 from recipes.schema import Recipe
 from train import checkpoint
-from train.distiller import Distiller, count_slots
+from train.distiller import Distiller, autocasts, count_slots
 from train.log import MetricsLog
 from train.on_policy import with_own_answers
 from train.optim import build_optimizer, lr_factor, set_lr
@@ -90,7 +90,7 @@ def make_distiller(
     recipe: Recipe, target: Target, prepared: Prepared, drafter: TrainedDrafter
 ) -> Distiller:
     """The module to be trained, or measured, with its target."""
-    kind = AutocastDistiller if recipe.train.mixed_precision == "bf16" else Distiller
+    kind = AutocastDistiller if autocasts(recipe.train, target.device) else Distiller
     distiller = kind(drafter, recipe.loss, prepared.vocab).to(target.device)
     distiller.use_target(target)
     return distiller

@@ -23,7 +23,7 @@ from drafters.anchors import choose_anchors
 from drafters.methods import METHODS
 from recipes.drafter_sections import BlockSection
 from recipes.schema import Recipe
-from train.distiller import Distiller
+from train.distiller import Distiller, autocasts
 from train.linear_loss import BLOCK_NUMBERS
 from train.shape_pass import LiveBytes, Shapes
 
@@ -164,7 +164,7 @@ def _run(recipe: Recipe, shape: Shape) -> int:
         argmax_BS=torch.zeros(B, S, dtype=torch.int32),
         anchors_A=choose_anchors(mask_BS, drafter.num_anchors, 0),
     )
-    bf16 = recipe.train.mixed_precision == "bf16"
+    bf16 = autocasts(recipe.train, torch.device("cuda" if shape.on_gpu else "cpu"))
     with LiveBytes() as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = distiller(batch)[0]

@@ -43,6 +43,8 @@ def plan_of(recipe: Recipe) -> Plan:
 def acceptance(recipe: Recipe, target: Target) -> dict[str, Any]:
     """Who the arm is; tau by task and accepted positions, with intervals over prompts.
 
+    sums: of each task [tokens, rounds] a prompt, for comparisons prompt by prompt.
+
     Raises:
         UserError: too few prompts for an interval.
     """
@@ -51,6 +53,7 @@ def acceptance(recipe: Recipe, target: Target) -> dict[str, Any]:
     drafter = make_drafters(plan, target, [name])[name]
     settings, kwargs = decode_settings(section, 0.0), recipe.data.template_kwargs
     taus, records = dict[str, list[float]](), list[PromptRecord]()
+    sums: dict[str, list[list[float]]] = {}
     for task in load_tasks(plan):
         answer, arm = make_answer(target, task.prompts, section, kwargs), Arm()
         for start in range(0, len(task.prompts), section.batch_size):
@@ -61,6 +64,7 @@ def acceptance(recipe: Recipe, target: Target) -> dict[str, Any]:
         if rates["tau"] is None or not rates["tau_ci95"]:
             raise UserError(f"{recipe.name}: no interval on {task.name}; name more prompts of it")
         taus[task.name] = [rates["tau"], *rates["tau_ci95"]]
+        sums[task.name] = numbers.tokens_and_rounds(found)
         records += found
     identity = make_identity(plan, target, name)
     return {
@@ -71,6 +75,7 @@ def acceptance(recipe: Recipe, target: Target) -> dict[str, Any]:
         "hardware": identity["hardware"],
         "commit": identity["commit"],
         "tau": taus,
+        "sums": sums,
         "accepted": numbers.accepted(records, section.num_draft_tokens),
     }
 

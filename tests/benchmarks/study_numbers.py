@@ -150,6 +150,27 @@ def accepted(records: Sequence[PromptRecord], num_draft: int) -> list[list[float
     return rates(table_CK[:, 1:], table_CK[:, :-1])
 
 
+def tokens_and_rounds(records: Sequence[PromptRecord]) -> list[list[float]]:
+    """Tokens and rounds of each prompt, all its turns together; their ratio is tau."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        sums = found.setdefault(record.prompt_id, [0.0, 0.0])
+        sums[0] += record.num_tokens
+        sums[1] += len(record.accepted or [])
+    return list(found.values())
+
+
+def tau_gain(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> list[float]:
+    """By how much tau is higher after than before, on the same prompts, with its 95% interval.
+
+    Args:
+        before: tokens and rounds of each prompt.
+        after: likewise, in the same order.
+    """
+    old, new = (np.array(sums) for sums in (before, after))
+    return gain((old[:, :1], old[:, 1:]), (new[:, :1], new[:, 1:]))
+
+
 def learning_curve(metrics: Path) -> list[dict[str, Any]]:
     """Loss, alpha and top-1 by step over training rows, means of each quarter of the time.
 

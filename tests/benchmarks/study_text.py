@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recipes.errors import UserError
-from tests.benchmarks.study_numbers import Bounded, ahead, behind, mean
+from tests.benchmarks.study_numbers import Bounded, ahead, behind, mean, tau_gain
 
 BEGIN, END = "<!-- study: begin -->", "<!-- study: end -->"
 
@@ -66,9 +66,9 @@ def to_markdown(study: Mapping[str, Any], curves: str) -> str:
                 "untrained",
                 "rise over untrained",
                 "over n-gram",
-                "tau against lookup",
+                *(f"tau over lookup, {task}" for task in tasks),
             ],
-            [_learning(arm, arms) for arm in trained],
+            [_learning(arm, arms, tasks) for arm in trained],
         ),
         "",
         f"![top-1 agreement against minutes, a panel an arm]({curves})",
@@ -200,7 +200,7 @@ def _budget(arm: Arm) -> list[str]:
     ]
 
 
-def _learning(arm: Arm, arms: Mapping[str, Arm]) -> list[str]:
+def _learning(arm: Arm, arms: Mapping[str, Arm], tasks: Sequence[str]) -> list[str]:
     quarters = [
         f"{_number(point['loss'])}, {_number(point['top1'] and point['top1'][0])}"
         for point in arm["curve"]
@@ -212,19 +212,18 @@ def _learning(arm: Arm, arms: Mapping[str, Arm]) -> list[str]:
         _bounded(arm["top1_untrained"][0]),
         _judged(arm["rise"]),
         _judged(arm["over_ngram"]),
-        "not measured" if lookup is None else _against(arm["tau"], lookup["tau"]),
+        *(
+            "not measured"
+            if lookup is None
+            else _judged(tau_gain(lookup["sums"][task], arm["sums"][task]))
+            for task in tasks
+        ),
     ]
 
 
 def _judged(rise: Sequence[float]) -> str:
     word = "better" if rise[1] > 0 else "worse" if rise[2] < 0 else "not apart"
     return f"{_bounded(rise)}: {word}"
-
-
-def _against(ours: Bounded, theirs: Bounded) -> str:
-    if ahead(ours, theirs):
-        return "better"
-    return "worse" if behind(ours, theirs) else "not apart"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
