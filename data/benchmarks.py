@@ -112,8 +112,12 @@ def _file_prompt(row: Any, source: str) -> Prompt:
     turns = row.get("turns") or []
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
         raise BadRow("turns is not a list of texts")
+    if not all(turn.strip() for turn in turns):
+        raise BadRow("an empty user turn")
     category = str(row.get("category") or "")
     if isinstance(row.get("question"), str):
+        if not row["question"].strip():
+            raise BadRow("an empty user turn")
         return make_prompt(source, row["question"], turns, category)
     if turns and not row.keys() & {"messages", "conversations", "instruction", "prompt"}:
         return make_prompt(source, turns[0], turns[1:], category)

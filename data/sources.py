@@ -98,10 +98,13 @@ class JsonLines(Sequence[Any]):
             file.seek(self._starts[index])
             line = file.read(self._sizes[index])
         try:
-            return json.loads(line.decode("utf-8-sig"))
-        except UnicodeDecodeError:
+            row = json.loads(line.decode("utf-8-sig"))
+            if b"\\u" in line:  # half a surrogate pair is no character
+                json.dumps(row, ensure_ascii=False).encode()
+            return row
+        except UnicodeError:
             return BadRow("not valid UTF-8")
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # too deep, too long a number
             return BadRow("not valid JSON")
 
 

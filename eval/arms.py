@@ -115,7 +115,9 @@ def answering(
             return decode_tree(target, drafter, ids, settings, tree, seeds)
 
         batch = [asked[i] for i in indices]
-        return decode_turns(target, batch, decode_batch, template_kwargs, indices)
+        return decode_turns(
+            target, batch, decode_batch, template_kwargs, indices, settings.max_new_tokens
+        )
 
     return answer
 

@@ -1,9 +1,11 @@
 """Measure an exported drafter, n-gram lookup and both together, beside the target alone."""
 
 import argparse
+import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from data.files import read_json
+from data.files import make_folder, read_json
 from eval import serving
 from eval.certificates import run_certificates, to_text
 from eval.report import COLUMNS, make_rows, sort_rows
@@ -24,7 +26,7 @@ from eval.served import ServeOptions, bench_served
 from eval.sweep import Point, find_todo, load_tasks, make_points, need_export, run_points
 from recipes.errors import UserError
 from recipes.keys import apply_override, describe_errors
-from recipes.schema import Recipe, load_recipe
+from recipes.schema import EvalSection, Recipe, load_recipe
 
 EXAMPLES = """examples:
   python eval/bench.py recipes/smollm2.yaml
@@ -40,7 +42,7 @@ EXAMPLES = """examples:
 
 A drafter is read from the exported folder (RUN/export), never from a checkpoint. Each drafter,
 temperature, batch size and number of draft tokens gives one file in RESULTS, whose name ends in a
-hash of all settings; files that are newer than the export are not measured again. Compare them with
+hash of all settings; what was measured of the same weights is not measured again. Compare them with
 eval/leaderboard.py. --plan measures costs and acceptance in a minute, predicts the speedup of
 1 to 16 draft tokens, and writes RESULTS/plan.json with the number to serve with.
 --certify draws 10,000 tokens in each of one to three settings under the recipe's verification
@@ -79,38 +81,81 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
+def overrides_of(arguments: argparse.Namespace) -> list[str]:
+    """The options of the recipe's section eval as overrides; of a swept option the first value."""
+    overrides = []
+    if arguments.tasks is not None:
+        tasks = [task.strip() for task in arguments.tasks.split(",")]
+        overrides.append(f"eval.tasks={json.dumps(tasks, ensure_ascii=False)}")
+    if arguments.temperature is not None:
+        overrides.append(f"eval.temperatures=[{arguments.temperature}]")
+    for key in ("num_draft_tokens", "max_new_tokens", "batch_size", "repeats"):
+        if (value := getattr(arguments, key)) is not None:
+            if key in ("num_draft_tokens", "batch_size"):
+                value = value.split(",")[0]
+            overrides.append(f"eval.{key}={value}")
+    return overrides + (["eval.oracle=true"] if arguments.oracle else [])
+
+
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """The recipe with the options on top of it; of a swept option the first value.
+    """The recipe with the options on top of it.
 
     Raises:
         UserError: neither a recipe nor a target and a drafter; a bad key or value.
     """
     words: list[str] = arguments.words
-    overrides = [word for word in words if "=" in word]
+    overrides = [word for word in words if "=" in word] + overrides_of(arguments)
     files = [word for word in words if "=" not in word]
-    for key in ("tasks", "temperature"):
-        if (value := getattr(arguments, key)) is not None:
-            listed = "[" + ", ".join(value.split(",")) + "]"
-            overrides.append(f"eval.{key.removesuffix('s')}s={listed}")
-    for key in ("num_draft_tokens", "max_new_tokens", "batch_size", "repeats"):
-        if (value := getattr(arguments, key)) is not None:
-            overrides.append(f"eval.{key}={value.split(',')[0]}")
-    if arguments.oracle:
-        overrides.append("eval.oracle=true")
     if arguments.target is None:
         if len(files) != 1:
             raise UserError("name one recipe, or --target and --drafter; see --help")
         recipe = load_recipe(files[0], overrides)
         run_dir = recipe.run_dir
-        name, export = recipe.name, arguments.drafter or run_dir / "export"
+        name, export = recipe.name, run_dir / "export"
+        if arguments.drafter is not None:
+            name, export = name_of(arguments.drafter), arguments.drafter
     else:
         if files or arguments.drafter is None:
             raise UserError("--target goes with --drafter and without a recipe; see --help")
         recipe = _recipe_without_file(arguments.target, overrides)
         export = arguments.drafter
-        run_dir = export.absolute().parent
-        name = run_dir.name if export.name == "export" else export.name
+        run_dir, name = export.absolute().parent, name_of(export)
     return Plan(recipe, name, run_dir, export, arguments.out or run_dir / "results")
+
+
+def name_of(export: Path) -> str:
+    """What an exported folder is called: RUN of RUN/export, else its own name."""
+    return export.absolute().parent.name if export.name == "export" else export.name
+
+
+NOT_ASKED = {
+    "plan": ("num_draft_tokens", "repeats", "oracle", "force", "concurrency"),
+    "certify": ("repeats", "oracle", "force", "concurrency", "device", "plan"),
+}
+
+
+def refuse_ignored(arguments: argparse.Namespace, section: EvalSection) -> None:
+    """Refuse options that would have no effect beside others.
+
+    Raises:
+        UserError: names the first one.
+    """
+    for mode in ("certify", "plan"):
+        if not getattr(arguments, mode):
+            continue
+        given = [key for key in NOT_ASKED[mode] if getattr(arguments, key)]
+        given += ["engine"] if arguments.engine != "torch" else []
+        for key in given:
+            raise UserError(f"--{mode} goes without --{key.replace('_', '-')}")
+        single = ("num_draft_tokens", "batch_size", "temperature") if mode == "certify" else ()
+        for key in single:
+            value = getattr(arguments, key)
+            if value is not None and "," in value:
+                raise UserError(f"--certify takes one --{key.replace('_', '-')}, not {value}")
+    if section.verification == "tree" and arguments.num_draft_tokens is not None:
+        raise UserError(
+            "--num-draft-tokens is not for trees: eval.tree gives their depth and breadth"
+        )
 
 
 def swept(text: str | None, default: int, option: str) -> list[int]:
@@ -159,20 +204,22 @@ def _recipe_without_file(target: str, overrides: list[str]) -> Recipe:
 def measure_all(points: list[Point], plan: Plan, force: bool) -> None:
     """Measure what is not there yet, and say where everything lies."""
     tasks = load_tasks(plan)
-    todo = points if force else find_todo(points, tasks)
+    todo, started = points if force else find_todo(points, tasks), time.time()
     for point in points:
         if point not in todo:
             print(f"{point.path} is up to date (--force measures again)")
     try:
         run_points(todo, tasks)
     except KeyboardInterrupt:
-        num_done = len(points) - len(find_todo(points, tasks))
-        same = "the same command without --force" if force else "the same command"
-        print(
-            f"\nstopped: {num_done} of {len(points)} results are written and stay; {same} "
-            "goes on with the rest",
-            file=sys.stderr,
-        )
+        if force:
+            new = [p for p in points if p.path.is_file() and p.path.stat().st_mtime >= started]
+            said = f"{len(new)} of {len(points)} results are measured again; the others are as "
+            said += "they were, and the same command begins anew"
+        else:
+            num_done = len(points) - len(find_todo(points, tasks))
+            said = f"{num_done} of {len(points)} results are written and stay; the same command "
+            said += "goes on with the rest"
+        print(f"\nstopped: {said}", file=sys.stderr)
         sys.exit(130)
 
 
@@ -197,7 +244,9 @@ def main() -> None:
     section = plan.recipe.eval
     sizes = swept(arguments.batch_size, section.batch_size, "--batch-size")
     lengths = swept(arguments.num_draft_tokens, section.num_draft_tokens, "--num-draft-tokens")
+    refuse_ignored(arguments, section)
     need_export(plan)
+    make_folder(plan.results)  # now, not after an hour of measuring
     if arguments.certify:
         certificates = run_certificates(plan, load_tasks(plan))
         print("\n".join(to_text(certificate) for certificate in certificates))

@@ -10,7 +10,7 @@ from data.progress import progress
 from eval.certify import NUM_TOKENS, Certificate, certify, num_drawn
 from eval.measure import check_prompts, greedy_check, num_batches, render_all
 from eval.report import certificate_file
-from eval.results import Plan, make_drafters
+from eval.results import Plan, make_drafters, make_identity
 from eval.sweep import load_target
 from eval.tasks import Task
 from recipes.errors import UserError
@@ -49,13 +49,14 @@ def run_certificates(
             drafters = make_drafters(plan, exact, names)
             greedy = greedy_check(exact, drafters, few, section, kwargs, advance)
     del exact
-    ids, found = render_all(target, prompts, kwargs), []
+    ids, found = render_all(target, prompts, kwargs, section.max_new_tokens), []
     for name, drafter in make_drafters(plan, target, names).items():
         total = num_drawn(section, name, num_tokens)
         with progress(total, f"{name}: tokens drawn") as advance:
             certificate = certify(
                 target, name, drafter, ids, section, greedy.get(name), num_tokens, advance
             )
+        certificate["identity"] = make_identity(plan, target, name)
         write_json(certificate_path(plan, name), certificate)
         found.append(certificate)
     return found

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from data.target import Target
 from drafters.base import DecodingDrafter
@@ -31,6 +31,7 @@ from eval.decode import decode
 from eval.decode_tree import decode_tree
 from eval.lossless import GreedyComparison, ks_distance, pit_p_value, tokens_needed
 from eval.measure import decode_settings, tree_of
+from eval.record import Identity
 from eval.replays import CONTROL, Replays
 from eval.rounding import Floor, half_precision
 from recipes.schema import EvalSection
@@ -68,6 +69,7 @@ class Certificate(TypedDict):
     """All findings on one drafter; `line` says them in one line."""
 
     drafter: str
+    identity: NotRequired[Identity]  # of the target, the weights and the code
     certified: str  # what it is of, in words
     verification: str
     tree: str | None

@@ -117,4 +117,7 @@ def _law(settings: DecodeSettings) -> str:
     s = settings.sampling
     filters = [f"top-p {s.top_p:g}"] if s.top_p < 1 else []
     filters += [f"top-k {s.top_k}"] if s.top_k else []
+    filters += [f"min-p {s.min_p:g}"] if s.min_p else []
+    penalty = s.repetition_penalty
+    filters += [f"repetition penalty {penalty:g}"] if penalty != 1 else []
     return ", ".join([f"T={s.temperature:g}", *filters])

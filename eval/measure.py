@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from data.conversations import render_prompt
 from data.prompt_rows import Prompt
 from data.target import Target
 from drafters.base import DecodingDrafter, Sampling
@@ -22,6 +21,7 @@ from eval.round_texts import Sample, make_samples
 from eval.task_result import make_task_result
 from eval.tasks import Task
 from eval.tree import TreeSpec, parse_tree
+from eval.turns import ids_of
 from recipes.errors import UserError
 from recipes.schema import EvalSection
 
@@ -57,13 +57,17 @@ def decode_settings(section: EvalSection, temperature: float) -> DecodeSettings:
 
 
 def render_all(
-    target: Target, prompts: Sequence[Prompt], template_kwargs: dict[str, object] | None
+    target: Target,
+    prompts: Sequence[Prompt],
+    template_kwargs: dict[str, object] | None,
+    max_new_tokens: int,
 ) -> list[list[int]]:
-    """Ids of the first turn of each prompt, with the generation prompt."""
-    tokenizer = target.tokenizer
-    return [
-        render_prompt(tokenizer, p["messages"], p.get("tools"), template_kwargs) for p in prompts
-    ]
+    """Ids of the first turn of each prompt, with the generation prompt.
+
+    Raises:
+        UserError: a prompt and its answer do not fit into the target's context.
+    """
+    return [ids_of(target, p["messages"], p, template_kwargs, max_new_tokens) for p in prompts]
 
 
 def tree_of(section: EvalSection) -> TreeSpec | None:

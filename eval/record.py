@@ -23,6 +23,7 @@ class Identity(TypedDict):
     target_revision: str | None
     drafter: str
     method: str
+    drafter_hash: NotRequired[str | None]  # of the exported folder; null without weights
     drafter_params: Count | None
     trained_tokens: Count | None
     train_minutes: NotRequired[FiniteFloat | None]
@@ -100,6 +101,7 @@ class PredictedPoint(TypedDict):
     num_draft_tokens: Count
     speedup: FiniteFloat
     tau: FiniteFloat
+    extrapolated: NotRequired[bool]  # no round reached the last position: its acceptance is guessed
 
 
 class Contamination(TypedDict):

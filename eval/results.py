@@ -5,8 +5,11 @@ holds one drafter under one group of settings on all tasks. The hash is of all s
 so different settings never share a file.
 """
 
+import hashlib
 import json
+import logging
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +32,8 @@ from eval.task_result import count_text
 from eval.tasks import Task
 from recipes.errors import UserError
 from recipes.schema import EvalSection, Recipe
+
+log = logging.getLogger("draftsmith")
 
 
 class Plan(NamedTuple):
@@ -67,13 +72,32 @@ def result_path(plan: Plan, name: str, temperature: float) -> Path:
     if section.verification != "token":
         words.append(section.verification)
     settings = make_settings(plan.recipe, temperature)
-    digest = stable_hash([plan.recipe.target.model, settings, section.tasks])[:8]
+    parts: list[Any] = [plan.recipe.target.model, settings, section.tasks]
+    export = plan.export.absolute()
+    if name not in UNTRAINED and export != plan.run_dir.absolute() / "export":
+        parts.append(str(export))  # several drafters may share a folder of results
+    digest = stable_hash(parts)[:8]
     return plan.results / ("_".join([*words, digest]) + ".json")
 
 
 def template_hash(target: Target) -> str:
     """Of the chat template that prompts are rendered with."""
     return stable_hash(target.tokenizer.chat_template)
+
+
+def export_hash(export: Path) -> str:
+    """Of all that an exported folder holds but its card: with other weights it is another."""
+    files = sorted(file for file in export.glob("*") if file.is_file() and file.name != CARD)
+    return _hash_of(tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+
+
+@cache
+def _hash_of(files: tuple[tuple[Path, int, int], ...]) -> str:
+    found = hashlib.sha256()
+    for path, _, _ in files:
+        with path.open("rb") as file:
+            found.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:16]
 
 
 def make_drafters(plan: Plan, target: Target, names: Sequence[str]) -> dict[str, DecodingDrafter]:
@@ -181,6 +205,7 @@ def make_identity(plan: Plan, target: Target, name: str) -> dict[str, Any]:
         "target_revision": target.revision,
         "drafter": name.replace("drafter", plan.name),
         "method": method,
+        "drafter_hash": None if name in UNTRAINED else export_hash(plan.export),
         "drafter_params": num_params,
         "trained_tokens": num_tokens,
         "train_minutes": 0.0 if name in UNTRAINED else train_minutes(plan.export.parent),
@@ -191,22 +216,27 @@ def make_identity(plan: Plan, target: Target, name: str) -> dict[str, Any]:
 
 
 def is_done(plan: Plan, name: str, temperature: float, tasks: Sequence[Task]) -> bool:
-    """Whether a result is newer than the export and was measured with these settings."""
+    """Whether a result is of these weights and was measured with these settings."""
     path = result_path(plan, name, temperature)
-    files = [file for file in plan.export.glob("*") if file.is_file() and file.name != CARD]
-    exported = [file.stat().st_mtime for file in files]
-    if not path.is_file() or path.stat().st_mtime < max(exported, default=0.0):
+    if not path.is_file():
         return False
-    record, section = read_json(path), plan.recipe.eval
-    wanted, found = make_settings(plan.recipe, temperature), record.get("settings", {})
+    try:
+        record: Any = validate(read_json(path), str(path))
+    except UserError as error:
+        log.warning("%s; it is measured again", error)
+        return False
+    identity, section = record["identity"], plan.recipe.eval
+    drafter = None if name in UNTRAINED else export_hash(plan.export)
+    wanted, found = make_settings(plan.recipe, temperature), record["settings"]
     if wanted["template_hash"] is None:  # the tokenizer's own, which is not loaded yet
         found = {**found, "template_hash": None}
-    entries = record.get("tasks", {})
+    entries = record["tasks"]
     with_oracle = section.oracle and temperature == 0 and name == ORACLE_OF
     with_oracle = with_oracle and section.verification != "tree"
     return (
         found == wanted
-        and record.get("identity", {}).get("target") == plan.recipe.target.model
+        and identity["target"] == plan.recipe.target.model
+        and identity.get("drafter_hash", "") == drafter
         and {task: entry.get("task_hash") for task, entry in entries.items()}
         == {task.name: task.hash for task in tasks}
         and all(entry.get("repeats") == section.repeats for entry in entries.values())

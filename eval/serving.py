@@ -101,9 +101,9 @@ def make_table(
     rates = metrics.aggregate(make_records(prompts, arms["drafter"]), section.seed)
     if not rates["num_rounds"]:
         raise UserError("no round was decoded; plan with eval.max_new_tokens above 1")
-    ids = render_all(target, prompts, template_kwargs)
+    ids = render_all(target, prompts, template_kwargs, section.max_new_tokens)
     times = measure_passes(target, {"drafter": drafter}, ids, size, settings.sampling)
-    costs = loop_costs(arms[BASELINE], arms["drafter"], settings.num_draft, times, "drafter")
+    costs = loop_costs(arms[BASELINE], arms["drafter"], times, "drafter")
     points = theory.predict(costs, rates["survival"], MAX_PREDICTED)
     best = theory.best_point([p for p in points if can_serve(drafter, p.num_draft_tokens)])
     context = sum(map(len, ids)) // len(ids) + section.max_new_tokens // 2

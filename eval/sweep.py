@@ -136,7 +136,11 @@ def run_points(points: Sequence[Point], tasks: Sequence[Task]) -> None:
     if not groups:
         return
     checks = check_in_float32(list(groups.values()), tasks)
-    target = load_target(points[0].plan.recipe)
+    recipe = points[0].plan.recipe
+    target = load_target(recipe)
+    for task in tasks:  # what does not fit is said before anything is measured
+        kwargs = recipe.data.template_kwargs
+        render_all(target, task.prompts, kwargs, recipe.eval.max_new_tokens)
     times: dict[int, PassTimes] = {}
     for key, group in groups.items():
         plan, size = group[0].plan, group[0].plan.recipe.eval.batch_size
@@ -172,7 +176,7 @@ def time_passes(plan: Plan, target: Target, tasks: Sequence[Task]) -> PassTimes:
     """Times of all drafters' and the target's passes behind the first prompts."""
     section, kwargs = plan.recipe.eval, plan.recipe.data.template_kwargs
     prompts = check_prompts(tasks, min(section.batch_size, NUM_TIMED_PROMPTS))
-    ids = render_all(target, prompts, kwargs)
+    ids = render_all(target, prompts, kwargs, section.max_new_tokens)
     drafters = make_drafters(plan, target, section.drafters)
     sampling = decode_settings(section, section.temperatures[0]).sampling
     return measure_passes(target, drafters, ids, section.batch_size, sampling)

@@ -134,21 +134,28 @@ def loop_ms(arm: Arm) -> float:
     return 1000 * (arm.total.sampling + arm.total.bookkeeping) / arm.num_steps
 
 
-def loop_costs(
-    baseline: Arm, arm: Arm, num_draft: int, times: PassTimes, name: str
-) -> theory.Costs:
+def num_proposed(arm: Arm) -> int:
+    """Tokens proposed a round, in the mean and rounded: what the arm's times are those of."""
+    proposed = [r.proposed for answer in arm.answers for r in answer.rounds]
+    return round(sum(proposed) / len(proposed)) if proposed else 0
+
+
+def loop_costs(baseline: Arm, arm: Arm, times: PassTimes, name: str) -> theory.Costs:
     """What the parts of a round cost in the loop, for any number of draft tokens.
 
-    The loop ran with none and with num_draft; from there to other numbers the proportions of
-    passes timed by themselves lead. Their level is not that of the loop: there caches are longer
-    and other passes come in between.
+    The loop ran with none and with as many as the drafter proposed (`num_proposed`); from there to
+    other numbers the proportions of passes timed by themselves lead. Their level is not that of
+    the loop: there caches are longer and other passes come in between. Where hardly anything was
+    proposed, the arm's rounds say nothing of drafting.
     """
+    num_draft = num_proposed(arm)
     plain, steps = 1000 * baseline.total.verify / baseline.num_steps, arm.num_steps
     verify, draft = 1000 * arm.total.verify / steps, 1000 * arm.total.draft / steps
+    drafted = num_draft > 0
     return theory.Costs(
-        theory.brought_to(times.verify, {1: plain, num_draft + 1: verify}),
-        theory.brought_to(times.draft[name], {num_draft: draft}),
-        {0: loop_ms(baseline), num_draft: loop_ms(arm)},
+        theory.brought_to(times.verify, {1: plain} | ({num_draft + 1: verify} if drafted else {})),
+        theory.brought_to(times.draft[name], {num_draft: draft} if drafted else {}),
+        {0: loop_ms(baseline)} | ({num_draft: loop_ms(arm)} if drafted else {}),
     )
 
 
@@ -156,9 +163,14 @@ def predicted_curve(
     baseline: Arm, arm: Arm, survival: Sequence[float], times: PassTimes, name: str
 ) -> list[PredictedPoint]:
     """Speedup and tau predicted for other numbers of draft tokens, beside what was measured."""
-    costs = loop_costs(baseline, arm, len(survival), times, name)
+    costs = loop_costs(baseline, arm, times, name)
     return [
-        {"num_draft_tokens": p.num_draft_tokens, "speedup": p.speedup, "tau": p.tau}
+        {
+            "num_draft_tokens": p.num_draft_tokens,
+            "speedup": p.speedup,
+            "tau": p.tau,
+            "extrapolated": p.extrapolated,
+        }
         for p in theory.predict(costs, survival, MAX_PREDICTED)
     ]
 

@@ -58,8 +58,8 @@ class Costs:
         return interpolate(self.draft_ms, num_draft_tokens)
 
     def loop(self, num_draft_tokens: int) -> float:
-        """What is neither the target's nor the drafter's."""
-        return interpolate(self.loop_ms, num_draft_tokens)
+        """What is neither the target's nor the drafter's; never less than was measured anywhere."""
+        return max(interpolate(self.loop_ms, num_draft_tokens), min(self.loop_ms.values()))
 
     @property
     def cost_ratio(self) -> float:
@@ -90,12 +90,14 @@ def interpolate(points: dict[int, float], x: int) -> float:
 
 
 def brought_to(times: dict[int, float], known: dict[int, float]) -> dict[int, float]:
-    """Times by size, multiplied so that they pass through those known at some sizes.
+    """Times by size, multiplied so that they pass through those known at some sizes, if any.
 
     The factor is interpolated between two known sizes and stays as it is beyond them. So the sizes
     keep their proportions, and the level is that of the place where `known` was measured. A time
     of 0 has no proportion to any other: it stays.
     """
+    if not known:
+        return times
     at = {x: interpolate(times, x) for x in known}
     factors = {x: known[x] / at[x] if at[x] > 0 else 1.0 for x in known}
     low, high = min(known), max(known)
@@ -173,9 +175,12 @@ def predict(costs: Costs, survival: Sequence[float], max_draft_tokens: int = 16)
 
 
 def best_point(points: Sequence[Point]) -> Point | None:
-    """The fastest, the smaller number where two are equal; None where none beats plain decoding."""
-    best = max(points, key=lambda point: point.speedup, default=None)
-    return best if best is not None and best.speedup > 1 else None
+    """The fastest, the smaller number where two are equal; None where none beats plain decoding.
+
+    A round of one token gains nothing, whatever the clock said.
+    """
+    gains = [point for point in points if point.speedup > 1 and point.tau > 1]
+    return max(gains, key=lambda point: point.speedup, default=None)
 
 
 def best_num_draft_tokens(

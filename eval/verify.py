@@ -142,6 +142,8 @@ def verify_block(
     residual_BV = excess_BKV[rows_B, num_accepted_B.clamp(max=max_proposed - 1)]
     use_residual_B1 = rejected_B1 & (residual_BV.sum(dim=-1, keepdim=True) != 0)
     weights_BV = torch.where(use_residual_B1, residual_BV, p_BV)
+    unknown_BK = (0.0 * (p_x_BK + q_x_BK)).masked_fill(~proposed_BK, 0.0)  # NaN where p or q is
+    weights_BV = weights_BV + unknown_BK.sum(dim=-1, keepdim=True)
     return Verdict(num_accepted_B, draw(weights_BV, num_accepted_B, final_uniforms_B))
 
 
@@ -154,7 +156,7 @@ def _mask_padding(tokens_BK: Tensor, num_proposed_B: Tensor) -> tuple[Tensor, Te
 
 def draw(weights_BV: Tensor, num_accepted_B: Tensor, uniforms_B: Tensor) -> Tensor:
     """Draw the next token of each row; a NaN in p or q is named by row and position."""
-    # A NaN at a proposed token rejects there, so it always reaches the weights drawn from.
+    # A NaN at a proposed token rejects there, or was added to the weights: it is seen here.
     bad_B = weights_BV.sum(dim=-1).isnan()
     if bool(bad_B.any()):
         row = int(bad_B.nonzero()[0, 0])

@@ -169,7 +169,7 @@ class EvalSection(Section):
     oracle: bool = Field(
         default=False, description="at temperature 0 also time a perfect drafter at this one's cost"
     )
-    seed: int = Field(default=0, description="of the sampling")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="of the sampling")
     drafters: list[Literal["drafter", "lookup", "lookup+drafter", "suffix", "suffix+drafter"]] = (
         Field(
             default=["drafter", "lookup", "lookup+drafter"],
@@ -237,6 +237,15 @@ class EvalSection(Section):
             raise ValueError(
                 f"siblings: {self.siblings} needs tree as children a level, such as 3,2,1, not "
                 f"{self.tree}: which nodes are kept may not depend on what was drawn"
+            )
+        if self.oracle and (
+            0 not in self.temperatures
+            or "drafter" not in self.drafters
+            or self.verification == "tree"
+        ):
+            raise ValueError(
+                "oracle times a perfect drafter beside drafter, at temperature 0, as a chain; the "
+                "recipe measures none such, so set oracle: false or add what is missing"
             )
         if drawn and self.draft_sampling == "greedy":
             raise ValueError(f"siblings: {self.siblings} needs draft_sampling: sampled")

@@ -52,6 +52,8 @@ def test_certificate_is_written_and_told(rule: str, plan: Plan, tmp_path: Path) 
     assert certificate_path(plan, "lookup").name == f"certificate_lookup{ending}.json"
     assert json.loads(certificate_path(plan, "lookup").read_text()) == found
     assert found["greedy_identical"] == "4/4"  # in float32
+    identity = found["identity"]
+    assert (identity["target"], identity["drafter_hash"]) == (str(tmp_path / "target"), None)
     assert found["floor"] is not None and found["floor"]["dtype"] == "bfloat16"
     assert found["pit_num_tokens"] >= 60
     text = to_text(found).split("\n")

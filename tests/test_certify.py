@@ -218,6 +218,10 @@ def test_settings_have_one_in_which_each_fault_is_one() -> None:
         "T=0.5, top-p 0.9, 3 drafts drawn",
         "T=0.5, 3 drafts chosen outright",
     ]
+    others = texts(min_p=0.3, repetition_penalty=1.5, top_k=7)
+    assert (
+        others[0][0] == "T=1, top-k 7, min-p 0.3, repetition penalty 1.5, 3 drafts chosen outright"
+    )
     assert texts(verification="block", num_draft_tokens=2)[1] == (
         "T=1, top-p 0.9, 2 drafts drawn, block verification",
         most,

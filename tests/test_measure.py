@@ -24,7 +24,7 @@ from eval.metrics import aggregate
 from eval.record import validate
 from eval.results import make_lossless
 from eval.round_texts import make_samples
-from eval.task_result import make_records, predicted_curve, speedup_by_repeat
+from eval.task_result import loop_costs, make_records, predicted_curve, speedup_by_repeat
 from eval.tasks import Task
 from eval.turns import TurnBatch
 from recipes.drafter_sections import Eagle3Section
@@ -127,6 +127,23 @@ def test_predictions_use_what_the_loop_cost(level):
     # Two tokens: draft 20, verify 110, loop 2 -> 5 -> 8 ms; c_2 is taken to be c_1.
     assert second["tau"] == 1.75
     assert second["speedup"] == pytest.approx(1.75 * 102 / (20 + 110 + 8))
+
+
+def test_rounds_without_drafts_say_nothing_of_their_cost():
+    """Nine of ten rounds propose nothing: the loop's 11 ms stay those of a plain token."""
+    baseline, arm = Arm(), Arm()
+    plain = Decoded(ids=[0] * 11, rounds=rounds_of(*[0] * 10, proposed=0))
+    baseline.add([[batch_of([plain], loop.Seconds(verify=0.100, sampling=0.010))]])
+    rounds = [*rounds_of(2, proposed=3), *rounds_of(*[0] * 9, proposed=0)]
+    mixed = Decoded(ids=[0] * 13, rounds=rounds)
+    arm.add([[batch_of([mixed], loop.Seconds(draft=0.001, verify=0.116, sampling=0.011))]])
+    times = PassTimes({1: 10.0, 2: 15.0, 4: 26.0}, {"x": {1: 0.1, 3: 0.1}})
+    costs = loop_costs(baseline, arm, times, "x")
+    assert costs.plain_ms == pytest.approx(11.0)
+    assert (costs.verify(2), costs.verify(4)) == (15.0, 26.0)
+    curve = predicted_curve(baseline, arm, [0.1, 0.1, 0.0], times, "x")
+    assert curve[2]["speedup"] == pytest.approx(1.2 * 11 / (0.1 + 26 + 1))
+    assert [point["extrapolated"] for point in curve[:4]] == [False, False, False, True]
 
 
 def test_p99_all_rounds_of_all_prompts_count():

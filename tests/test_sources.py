@@ -212,6 +212,15 @@ def test_broken_lines_are_rows_of_their_own(tmp_path: Path) -> None:
     assert len(rows) == 4
     assert (rows[0], rows[3], rows[-1]) == ({"prompt": "a"}, {"prompt": "b"}, {"prompt": "b"})
     assert [rows[1].reason, rows[2].reason] == ["not valid UTF-8", "not valid JSON"]
+    deep, half, whole = "[" * 60_000, r'{"prompt": "\ud83d"}', r'{"prompt": "\ud83d\ude00"}'
+    path.write_text(f"{deep}\n{half}\n{whole}\n" + '{"n": ' + "9" * 5000 + "}")
+    rows = read_rows(str(path))
+    assert rows[2] == {"prompt": "\N{GRINNING FACE}"}
+    assert [rows[i].reason for i in (0, 1, 3)] == [
+        "not valid JSON",
+        "not valid UTF-8",
+        "not valid JSON",
+    ]
 
 
 def test_spans_of_a_mask() -> None:

@@ -10,7 +10,7 @@ from drafters.base import Sampling
 from drafters.lookup import Lookup
 from eval import costs, serving, sweep
 from eval.measure import measure
-from eval.results import Plan, is_done, result_path
+from eval.results import Plan, export_hash, is_done, result_path
 from eval.roofline import DEVICES
 from eval.tasks import Task
 from eval.theory import Costs
@@ -52,6 +52,44 @@ def test_results_of_different_settings_never_share_a_file(tmp_path):
     assert paths[0].name.startswith("lookup_T0_K4_B1_")
     assert paths[6].name.startswith("lookup_T0_K4_B1_block_")
     assert paths[0] == result_path(plan_of(tmp_path), "lookup", 0.0)  # the same every time
+
+
+def test_another_drafters_record_is_not_this_ones(tmp_path):
+    """Weights decide, not dates: b's file is older than the record of a."""
+    plans = {}
+    for name, content in (("a", b"1"), ("b", b"2")):
+        export = tmp_path / name
+        export.mkdir()
+        (export / "model.safetensors").write_bytes(content)
+        plans[name] = plan_of(tmp_path)._replace(export=export)
+    assert len({result_path(plan, "drafter", 0.0) for plan in plans.values()}) == 2
+    assert len({result_path(plan, "lookup", 0.0) for plan in plans.values()}) == 1
+    hashes = {name: export_hash(plan.export) for name, plan in plans.items()}
+    assert hashes["a"] != hashes["b"]
+    (tmp_path / "a" / "README.md").write_text("the card is written by the measurement")
+    assert export_hash(tmp_path / "a") == hashes["a"]
+    (tmp_path / "a" / "model.safetensors").write_bytes(b"2")
+    assert export_hash(tmp_path / "a") == hashes["b"]
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"schema": 1, "tasks": null}', "{", ""])
+def test_a_damaged_record_is_measured_again(tmp_path, caplog, text):
+    plan = plan_of(tmp_path)
+    path = result_path(plan, "lookup", 0.0)
+    path.parent.mkdir()
+    path.write_text(text)
+    assert not is_done(plan, "lookup", 0.0, [make_task(["a", "b"])])
+    assert path.name in caplog.text and "measured again" in caplog.text
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_anything_is_measured(tmp_path, monkeypatch):
+    plan, target = plan_of(tmp_path, max_new_tokens=6), make_target()
+    monkeypatch.setattr(sweep, "load_target", lambda *_: target)
+    monkeypatch.setattr(sweep, "time_passes", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(target.config, "max_position_embeddings", 40)
+    task = make_task(["short", "much too long " * 20])
+    with pytest.raises(UserError, match=rf"prompt {task.prompts[1]['id']} .*more than the 40 of"):
+        sweep.run_points(sweep.make_points(plan, [1], [1]), [task])
 
 
 def test_points_of_a_sweep(tmp_path):
@@ -132,7 +170,8 @@ def test_a_tree_and_block_verification_are_measured_like_a_chain():
     target = make_target()
     drafters, results = {"drafter": make_eagle(target)}, {}
     for name in ("token", "block", "tree"):
-        wanted = section(verification=name, tree="6/3/2", drafters=["drafter"], oracle=True)
+        oracle = name != "tree"
+        wanted = section(verification=name, tree="6/3/2", drafters=["drafter"], oracle=oracle)
         results[name] = measure(target, drafters, make_task(), wanted, 0.0)["drafter"].result
         assert results[name]["same_as_baseline"] == "4/4"
         assert results[name]["num_tokens"] == results["token"]["num_tokens"]

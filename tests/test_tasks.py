@@ -73,6 +73,11 @@ def test_file_task(tmp_path: Path) -> None:
     path.write_text('{"prompt": "A"}\n{"prompt"')
     with pytest.raises(UserError, match=r"mine\.jsonl: row 2: not valid JSON"):
         load_task(str(path))
+    rows = ['{"question": " "}', '{"question": "A", "turns": ["  "]}', '{"turns": ["A", ""]}']
+    for row in rows:
+        path.write_text(row)
+        with pytest.raises(UserError, match=r"mine\.jsonl: row 1: an empty user turn"):
+            load_task(str(path))
     path.write_text("")
     with pytest.raises(UserError, match="holds no rows"):
         load_task(str(path))

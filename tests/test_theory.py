@@ -112,6 +112,14 @@ def test_no_point_is_best_where_none_gains() -> None:
     costs = Costs({1: 1.0, 2: 2.0}, {1: 0.5}, {0: 0.0})
     assert best_point(predict(costs, [0.5], 4)) is None
     assert best_point([]) is None
+    lucky = Costs({1: 2.0, 2: 1.0}, {1: 0.1}, {0: 0.0})  # a clock that ran wild
+    assert predict(lucky, [0.0], 1)[0].speedup > 1
+    assert best_point(predict(lucky, [0.0], 4)) is None  # no token was ever accepted
+
+
+def test_the_loop_never_costs_less_than_it_was_seen_to() -> None:
+    falling = Costs({1: 1.0}, {1: 0.1}, {0: 1.0, 1: 0.8})
+    assert [falling.loop(K) for K in (0, 1, 6, 16)] == [1.0, 0.8, 0.8, 0.8]
 
 
 def test_extended_acceptance_pools_the_later_positions() -> None:

@@ -274,6 +274,17 @@ def test_p88_4_nan_is_an_error_that_names_row_and_position() -> None:
     q_BKV = torch.full((2, 2, 3), 1 / 3)
     with pytest.raises(UserError, match="row 1 at position 1"):
         verify_token(p_BK1V, *arguments, q_BKV, torch.rand(2, 2), torch.rand(2))
+    # Block verification: of p or of q, at any proposed token, but not behind them.
+    for which in (0, 1):
+        for position in (0, 1):
+            p, q = laws = torch.full((2, 3, 3), 1 / 3), torch.full((2, 2, 3), 1 / 3)
+            laws[which][1, position] = torch.nan
+            with pytest.raises(UserError, match="row 1 "):
+                verify_block(p, *arguments, q, torch.rand(2, 2), torch.rand(2))
+    p, q = torch.full((1, 3, 3), 1 / 3), torch.full((1, 2, 3), 1 / 3)
+    q[0, 1] = torch.nan
+    one = torch.zeros(1, 2, dtype=torch.long), torch.tensor([1])
+    assert verify_block(p, *one, q, torch.rand(1, 2), torch.rand(1)).num_accepted_B.tolist() == [1]
 
 
 def test_p88_5_only_one_token_possible() -> None:
