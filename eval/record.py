@@ -5,15 +5,21 @@ never zero. Tables and pages are views of records.
 """
 
 from collections.abc import Mapping
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
-from pydantic import FiniteFloat, TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, StringConstraints, TypeAdapter, ValidationError
 from pydantic import NonNegativeInt as Count
 from typing_extensions import NotRequired, TypedDict  # pydantic needs these before Python 3.12
 
+from eval.record_checks import check_pair, check_task, check_values
 from recipes.errors import UserError
 
 SCHEMA = 1
+NotNegative = Annotated[FiniteFloat, Field(ge=0)]
+Positive = Annotated[FiniteFloat, Field(gt=0)]
+Share = Annotated[FiniteFloat, Field(ge=0, le=1)]
+MeanOfSums = Annotated[FiniteFloat, Field(ge=0, le=1.001)]  # float32 sums may end above 1 by a hair
+Pair = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,12}/[0-9]{1,12}$")]  # "24/25"
 
 
 class Identity(TypedDict):
@@ -36,15 +42,21 @@ class Settings(TypedDict):
     """How it was decoded."""
 
     engine: str
-    temperature: FiniteFloat
-    top_p: FiniteFloat
+    temperature: NotNegative
+    top_p: Share
     top_k: Count
+    min_p: NotRequired[Share]
+    repetition_penalty: NotRequired[Positive]
     draft_sampling: Literal["greedy", "sampled"]
     verification: Literal["token", "block", "tree"]
+    tree: NotRequired[str | None]
+    siblings: NotRequired[str | None]
     num_draft_tokens: Count
     batch_size: Count
     dtype: str
     max_new_tokens: Count
+    lookup: NotRequired[list[Count]]
+    suffix: NotRequired[list[FiniteFloat]]
 
 
 class AcceptanceResult(TypedDict):
@@ -56,16 +68,16 @@ class AcceptanceResult(TypedDict):
     num_proposed: Count | None
     num_accepted: Count | None
     num_tokens: Count  # ids emitted in rounds (not by the prefill), cut at end token and limit
-    acceptance_rate: FiniteFloat | None  # accepted / proposed
-    acceptance_rate_tested: FiniteFloat | None  # accepted / (accepted + rejected)
-    alpha: FiniteFloat | None  # mean over verified positions of sum_v min(p, q)
-    mean_accepted: FiniteFloat | None  # accepted / rounds, without the bonus token
-    tau: FiniteFloat | None  # emitted / rounds, with the bonus token, pooled over all rounds
+    acceptance_rate: Share | None  # accepted / proposed
+    acceptance_rate_tested: Share | None  # accepted / (accepted + rejected)
+    alpha: MeanOfSums | None  # mean over verified positions of sum_v min(p, q)
+    mean_accepted: NotNegative | None  # accepted / rounds, without the bonus token
+    tau: NotNegative | None  # emitted / rounds, with the bonus token, pooled over all rounds
     tau_ci95: list[FiniteFloat] | None  # cluster bootstrap over prompts
     tau_mean_of_prompts: FiniteFloat | None  # mean of each prompt's own tau: not the headline
     tau_before_stop: NotRequired[FiniteFloat | None]  # as engines count: answers not cut at the end
-    survival: list[FiniteFloat]  # s_i = P(accepted >= i), i = 1, 2, ..., over all rounds
-    conditional: list[FiniteFloat | None]  # c_i = s_i / s_(i-1), with s_0 = 1
+    survival: list[Share]  # s_i = P(accepted >= i), i = 1, 2, ..., over all rounds
+    conditional: list[Share | None]  # c_i = s_i / s_(i-1), with s_0 = 1
 
 
 class MsPerRound(TypedDict):
@@ -110,16 +122,16 @@ class Contamination(TypedDict):
     num_prompts: Count
     num_training_prompts: Count
     num_overlapping: Count
-    share: FiniteFloat | None
+    share: Share | None
 
 
 class TaskResult(AcceptanceResult):
     """All that is measured on one task."""
 
     version: Count
-    tokens_per_second: FiniteFloat | None  # generated ids / decoding seconds, pooled
-    baseline_tokens_per_second: FiniteFloat | None  # the same engine without a drafter
-    speedup: FiniteFloat | None  # ratio of the two above
+    tokens_per_second: NotNegative | None  # generated ids / decoding seconds, pooled
+    baseline_tokens_per_second: NotNegative | None  # the same engine without a drafter
+    speedup: NotNegative | None  # ratio of the two above
     speedup_ci95: list[FiniteFloat] | None  # cluster bootstrap over prompts, arms paired
     ms_per_round: MsPerRound
     baseline_ms_per_token: FiniteFloat | None  # between two tokens of one answer
@@ -129,8 +141,8 @@ class TaskResult(AcceptanceResult):
     cost_ratio: NotRequired[FiniteFloat | None]  # c: time a drafted token / time a plain token
     oracle_speedup: NotRequired[FiniteFloat | None]  # of the target's own tokens at this cost
     oracle_share: NotRequired[FiniteFloat | None]  # speedup / oracle_speedup
-    alpha_teacher_forced: NotRequired[FiniteFloat | None]  # sum_v min(p, q) along plain answers
-    top1_agreement: NotRequired[FiniteFloat | None]  # argmax p = argmax q, at the same positions
+    alpha_teacher_forced: NotRequired[MeanOfSums | None]  # sum_v min(p, q) along plain answers
+    top1_agreement: NotRequired[Share | None]  # argmax p = argmax q, at the same positions
     per_category: NotRequired[dict[str, CategoryResult]]
     per_turn: NotRequired[list[TurnResult]]
     contamination: NotRequired[Contamination | None]  # null without the training prompts
@@ -140,16 +152,33 @@ class TaskResult(AcceptanceResult):
     task_hash: NotRequired[str]  # of prompts and order (eval.tasks)
     turns: NotRequired[Count]  # user turns answered of each prompt, at most
     repeats: NotRequired[Count]  # timed runs of each prompt
-    same_as_baseline: NotRequired[str | None]  # T=0: "x/y" turns with the baseline's tokens
+    same_as_baseline: NotRequired[Pair | None]  # T=0: "x/y" turns with the baseline's tokens
     other_lengths: NotRequired[list[list[object]]]  # [prompt, turn, baseline tokens, tokens]
+
+
+class BrokenVerifier(TypedDict):
+    """A verifier that was broken on purpose, and whether the test rejects it."""
+
+    name: str
+    p_value: Share | None
+    tokens_needed: Count | None
+    at_least: NotRequired[bool]  # tokens_needed is a bound
+
+
+class ShownCertificate(TypedDict):
+    """What the views show of a certificate (eval.certify)."""
+
+    verdict: Literal["passed", "failed"]
+    broken: list[BrokenVerifier]
 
 
 class Lossless(TypedDict):
     """Whether the emitted tokens follow the target."""
 
-    greedy_identical: str | None  # "25/25" prompts whose fp32 greedy tokens are the target's
-    pit_p_value: FiniteFloat | None  # Kolmogorov-Smirnov p-value of the sampled tokens' PIT
+    greedy_identical: Pair | None  # "25/25" prompts whose fp32 greedy tokens are the target's
+    pit_p_value: Share | None  # Kolmogorov-Smirnov p-value of the sampled tokens' PIT
     pit_num_tokens: Count | None
+    certificate: NotRequired[ShownCertificate | None]  # else that of the file beside the record
 
 
 class ResultRecord(TypedDict):
@@ -166,7 +195,7 @@ _RECORD = TypeAdapter(ResultRecord)
 
 
 def validate(record: object, source: str = "record") -> ResultRecord:
-    """Check a record's keys, types and the relations between its counts.
+    """Check a record's keys, types and the relations between its numbers.
 
     Keys that schema 1 does not know are left alone, so that later writers can add some.
 
@@ -196,22 +225,11 @@ def validate(record: object, source: str = "record") -> ResultRecord:
             raise UserError(
                 f"{source}: key {key} is missing; add it, null where unknown"
             ) from error
-        raise UserError(f"{source}: key {key} is {first['input']!r}: {first['msg']}") from error
-    for name, task in record["tasks"].items():
-        _check_task(task, f"tasks.{name}", source)
-    return cast(ResultRecord, record)
-
-
-def _check_task(task: TaskResult, key: str, source: str) -> None:
-    """Relations that hold for any honest count, and that a swapped key breaks."""
-    proposed, accepted, rounds = task["num_proposed"], task["num_accepted"], task["num_rounds"]
-    if proposed is not None and accepted is not None and accepted > proposed:
-        raise UserError(
-            f"{source}: key {key}.num_accepted is {accepted}, more than num_proposed {proposed}"
-        )
-    if not rounds and task["tau"] is not None:
-        raise UserError(f"{source}: key {key}.tau is {task['tau']}, expected null without rounds")
-    for name in ("tau_ci95", "speedup_ci95"):
-        interval = task["tau_ci95"] if name == "tau_ci95" else task["speedup_ci95"]
-        if interval is not None and (len(interval) != 2 or interval[0] > interval[1]):
-            raise UserError(f"{source}: key {key}.{name} is {interval}, expected [low, high]")
+        raise UserError(f"{source}: key {key} is {first['input']!r:.99}: {first['msg']}") from error
+    found = cast(ResultRecord, record)
+    check_values(found, source)
+    for name, task in found["tasks"].items():
+        check_task(task, f"tasks.{name}", source, found["settings"]["engine"] == "torch")
+    if lossless := found.get("lossless"):
+        check_pair(lossless["greedy_identical"], "lossless.greedy_identical", source)
+    return found

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 
@@ -199,6 +200,41 @@ def test_record_survives_json_and_validates() -> None:
         (("tasks", "mt_bench", "survival"), [1.0, "x"], "survival.1 is 'x'"),
         (("tasks", "mt_bench", "speedup_ci95"), [2.0, 1.0], "speedup_ci95"),
         (("tasks", "mt_bench", "ms_per_round"), [], r"ms_per_round is \[\]"),
+        (
+            ("settings", "temperature"),
+            -1.0,
+            "settings.temperature is -1.0: .* greater than or equal",
+        ),
+        (("tasks", "mt_bench", "tau"), 99, "tasks.mt_bench.tau is 99, but num_tokens / num_rounds"),
+        (("tasks", "mt_bench", "acceptance_rate"), 7.5, "acceptance_rate is 7.5: .*less than or"),
+        (("tasks", "mt_bench", "acceptance_rate"), 0.5, "num_accepted / num_proposed is 0.4444"),
+        (("tasks", "mt_bench", "mean_accepted"), 2.0, "num_accepted / num_rounds is 1.333"),
+        (("tasks", "mt_bench", "survival"), [5, 9], "survival.0 is 5: .*less than or equal to 1"),
+        (("tasks", "mt_bench", "survival"), [0.2, 0.5], "survival .*shares that never rise"),
+        (("tasks", "mt_bench", "speedup"), -5, "tasks.mt_bench.speedup is -5: .*greater than"),
+        (
+            ("tasks", "mt_bench", "speedup"),
+            50,
+            "tokens_per_second / baseline_tokens_per_second is 2",
+        ),
+        (("tasks", "mt_bench", "speedup_ci95"), [3.0, 3.1], "speedup is 2.0, far outside"),
+        (("tasks", "mt_bench", "same_as_baseline"), "3/2", "same_as_baseline is '3/2', more than"),
+        (("tasks", "mt_bench", "other_lengths"), [["a", 0, math.nan]], "other_lengths.0.2 is nan"),
+        (
+            ("lossless", "greedy_identical"),
+            "9/4",
+            "lossless.greedy_identical is '9/4', more than all",
+        ),
+        (("lossless", "greedy_identical"), "all", "lossless.greedy_identical is 'all'"),
+        (
+            ("lossless", "pit_p_value"),
+            -3,
+            "lossless.pit_p_value is -3: .*greater than or equal to 0",
+        ),
+        (("identity", "hardware"), "\ud800", r"hardware is '\\ud800'"),
+        (("tasks", "mt_bench", "\udc00"), 1, "a key of it is .*half of a surrogate pair"),
+        (("samples",), [{"next_p": 10**400}], r"samples.0.next_p is 1000.*too large a number"),
+        (("samples",), [{"next_p": math.inf}], "samples.0.next_p is inf: expected a finite number"),
     ],
 )
 def test_record_errors_name_the_key(path: tuple[str, ...], value: object, message: str) -> None:
@@ -209,6 +245,17 @@ def test_record_errors_name_the_key(path: tuple[str, ...], value: object, messag
     inner[path[-1]] = value
     with pytest.raises(UserError, match=f"^r.json: .*{message}"):
         validate(broken, "r.json")
+
+
+def test_tau_of_an_engine_lies_between_accepted_and_one_more() -> None:
+    """Its last rounds may be uncut, so num_tokens / num_rounds is not tau."""
+    served = record()
+    served["settings"]["engine"] = "vllm 0.11"
+    served["tasks"]["mt_bench"]["num_tokens"] = 6
+    assert validate(served) == served
+    served["tasks"]["mt_bench"] |= {"tau": 3.0, "tau_ci95": None}
+    with pytest.raises(UserError, match=r"tau is 3.0, expected mean_accepted 1.333 and at most"):
+        validate(served)
 
 
 def test_record_missing_key_and_wrong_kind() -> None:
