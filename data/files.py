@@ -45,22 +45,31 @@ def write_text(path: str | Path, text: str) -> None:
         raise
 
 
+def json_text(value: Any) -> str:
+    """JSON, indented by two; NaN and infinity are refused (they are no JSON)."""
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def write_json(path: str | Path, value: Any) -> None:
-    """Write JSON, indented by two; NaN and infinity are refused (they are no JSON)."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """Write a value as json_text gives it."""
+    write_text(path, json_text(value))
 
 
 def read_json(path: str | Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        UserError: the file is missing or is not JSON.
+        UserError: the file is missing, cannot be read or is not JSON that Python can hold.
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:  # a folder of that name, or no right to read
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: not valid JSON: brackets are nested too deep") from error
+    except ValueError as error:  # syntax, encoding, a whole number of thousands of digits
         raise UserError(f"{path}: not valid JSON: {error}") from error
 
 

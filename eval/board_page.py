@@ -44,6 +44,8 @@ def make_samples(record: Any, source: str) -> list[dict[str, Any]]:
 
 def _read_round(found: Mapping[str, Any]) -> dict[str, Any]:
     """The round with the keys that the page reads; TypeError and KeyError for another shape."""
+    if not isinstance(found["accepted"], list) or not isinstance(found["rejected"], list):
+        raise TypeError("accepted and rejected are lists of text")
     "".join([*found["accepted"], *found["rejected"], found["next"]])
     shown: dict[str, Any] = {key: found[key] for key in ("accepted", "rejected", "next")}
     for key in ("p", "q"):

@@ -9,8 +9,8 @@ from data.files import write_json
 from data.progress import progress
 from eval.certify import NUM_TOKENS, Certificate, certify, num_drawn
 from eval.measure import check_prompts, greedy_check, num_batches, render_all
-from eval.report import certificate_file
 from eval.results import Plan, make_drafters, make_identity
+from eval.shown_certificate import certificate_file
 from eval.sweep import load_target
 from eval.tasks import Task
 from recipes.errors import UserError

@@ -2,24 +2,17 @@
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.files import read_json, write_json, write_text
+from data.files import json_text, read_json, write_text
 from eval.board_page import make_samples, to_html
 from eval.record import validate
-from eval.report import (
-    ORDER,
-    certificate_file,
-    make_rows,
-    read_certificate,
-    sort_rows,
-    to_markdown,
-    used_columns,
-)
+from eval.report import ORDER, make_rows, sort_rows, to_markdown, used_columns
+from eval.shown_certificate import find_certificate
 from recipes.errors import UserError
 
 EXAMPLES = """examples:
@@ -55,21 +48,11 @@ def find_records(paths: list[Path]) -> list[Path]:
     return list({file.resolve(): file for file in found}.values())
 
 
-def find_certificate(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """That of NAME_T*.json lies beside it as certificate_NAME.json, or ..._block.json, _tree.json.
-
-    Args:
-        settings: of the record; a certificate of another rule or tree says nothing of it.
-    """
-    name, rule = file.name.partition("_T")[0], settings["verification"]
-    path = file.with_name(certificate_file(name, rule))
-    if not path.is_file():
-        return None
-    found = read_json(path)
-    of_another = rule == "tree" and any(
-        found.get(key) != settings.get(key) for key in ("tree", "siblings")
-    )
-    return None if of_another else read_certificate(found, str(path))
+def check_targets(paths: Iterable[Path]) -> None:
+    """So that not some views are new and some old: a file can take the place of what lies there."""
+    for path in paths:
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; move it, or write to another --out")
 
 
 def main() -> None:
@@ -81,6 +64,8 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="made when missing")
     arguments = parser.parse_args()
 
+    targets = [arguments.out / f"leaderboard.{kind}" for kind in ("json", "md", "html")]
+    check_targets(targets)
     rows: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
     for file in find_records(arguments.results):
@@ -94,10 +79,10 @@ def main() -> None:
     rows = sort_rows(rows)
     definitions = {column.key: column.definition for column in used_columns(rows)}
     board = {"schema": 1, "order": ORDER, "definitions": definitions, "rows": rows}
-    write_json(arguments.out / "leaderboard.json", board)
-    write_text(arguments.out / "leaderboard.md", to_markdown(rows))
-    write_text(arguments.out / "leaderboard.html", to_html(rows, samples))
-    print(f"{len(rows)} rows -> {arguments.out / 'leaderboard.html'}, .md and .json")
+    texts = [json_text(board), to_markdown(rows), to_html(rows, samples)]
+    for path, text in zip(targets, texts, strict=True):
+        write_text(path, text)
+    print(f"{len(rows)} rows -> {targets[-1]}, .md and .json")
 
 
 if __name__ == "__main__":

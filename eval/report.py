@@ -11,11 +11,11 @@ first; rows without a speedup come last. Within one task at T=0 the first row is
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from html import escape
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from eval.record import Identity, Lossless, Settings, TaskResult, validate
-from recipes.errors import UserError
 
 Row = dict[str, Any]
 
@@ -163,40 +163,12 @@ COLUMNS = tuple(Column(*column) for column in (
 # fmt: on
 
 
-def certificate_file(name: str, verification: str) -> str:
-    """File of a drafter's certificate; where not tokens of a chain are judged, its name says it."""
-    words = [name] if verification == "token" else [name, verification]
-    return f"certificate_{'_'.join(words)}.json"
-
-
-def read_certificate(found: Any, source: str) -> dict[str, Any]:
-    """What the views show of a certificate (eval.certify.Certificate).
-
-    Returns:
-        {"verdict": "passed" | "failed", "broken": [{"name", "p_value", "tokens_needed",
-        "at_least"}]}, one for each verifier that was broken on purpose.
-
-    Raises:
-        UserError: it is not a certificate.
-    """
-    try:
-        broken = [
-            {"name": fault["what"] + ", at " + fault["setting"]}
-            | {key: fault[key] for key in ("p_value", "tokens_needed", "at_least")}
-            for fault in found["power"]
-        ]
-        return {"verdict": "passed" if found["passed"] else "failed", "broken": broken}
-    except (KeyError, TypeError) as error:
-        mend = "no certificate; write it again with `python eval/bench.py RECIPE --certify`"
-        raise UserError(f"{source}: {mend} ({error!r})") from error
-
-
 def make_rows(record: Any, source: str, certificate: Mapping[str, Any] | None = None) -> list[Row]:
     """One row per task of a record.
 
     Args:
         source: the record's file, named in the views and errors.
-        certificate: that of the drafter (read_certificate). It is of this project's loop, so
+        certificate: that of the drafter (eval.shown_certificate). It is of this project's loop, so
             records of other engines do not get it.
 
     Raises:
@@ -237,11 +209,17 @@ def sort_rows(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=key)
 
 
+def one_line(text: Any) -> str:
+    """Text that stays text in Markdown: no new line, element, link or column begins in it."""
+    words = " ".join(escape(str(text), quote=False).split())
+    return words.replace("](", r"]\(").replace("|", r"\|")
+
+
 def table(titles: Iterable[str], lines: Iterable[Iterable[Any]]) -> str:
     """A Markdown table; cell text is escaped so that no value can break a line or a column."""
 
     def line(cells: Iterable[Any]) -> str:
-        return "| " + " | ".join(" ".join(str(c).replace("|", r"\|").split()) for c in cells) + " |"
+        return "| " + " | ".join(one_line(cell) for cell in cells) + " |"
 
     titles = list(titles)
     return "\n".join([line(titles), "|" + " --- |" * len(titles), *map(line, lines)])
@@ -253,7 +231,10 @@ def to_markdown(rows: list[Row]) -> str:
     parts = ["# Leaderboard", f"Rows are sorted by {ORDER}."]
     for (target, task), group in groupby(rows, key=lambda row: (row["target"], row["task"])):
         lines = [[column.text(row) for column in columns] for row in group]
-        parts += [f"## {task} on {target}", table([column.title for column in columns], lines)]
+        parts += [
+            f"## {one_line(task)} on {one_line(target)}",
+            table([column.title for column in columns], lines),
+        ]
     keys = ("source", "engine", "dtype", "hardware", "commit", "draft_sampling", "verification")
     records = {row["source"]: [row[key] or MISSING for key in keys] for row in rows}
     titles = ("File", "Engine", "Dtype", "Hardware", "Commit", "Drafting", "Verification")

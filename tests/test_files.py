@@ -63,7 +63,15 @@ def test_replaced_folder_holds_the_new_files_only(tmp_path):
     assert names(tmp_path / "deep" / "run") == ["second.txt"]
 
 
-@pytest.mark.parametrize(("text", "message"), [(None, "no such file"), ("{", "not valid JSON")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file"),
+        ("{", "not valid JSON"),
+        ("[" * 50_000, "not valid JSON: brackets are nested too deep"),
+        ("9" * 5_000, "not valid JSON: Exceeds the limit"),
+    ],
+)
 def test_unreadable_json_names_the_file(tmp_path, text, message):
     path = tmp_path / "a.json"
     if text is not None:

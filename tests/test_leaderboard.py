@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 
 from eval.board_page import make_samples, to_html
 from eval.report import make_rows, sort_rows, time_split, to_markdown, used_columns
+from eval.shown_certificate import read_certificate
+from recipes.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).with_name("golden") / "leaderboard.md"
@@ -286,6 +289,31 @@ def test_damaged_certificate_is_named(tmp_path: Path):
     assert "certificate_drafter.json: no certificate" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([], "all of it: Input should be a valid dictionary"),
+        (CERTIFICATE | {"passed": "no"}, "passed: Input should be a valid boolean"),
+        (CERTIFICATE | {"power": "x"}, "power: Input should be a valid list"),
+        (
+            CERTIFICATE | {"power": [CERTIFICATE["power"][0] | {"p_value": math.nan}]},
+            "power.0.p_value: Input should be a finite number",
+        ),
+    ],
+)
+def test_certificate_of_another_shape_is_refused(found: Any, message: str):
+    with pytest.raises(UserError, match=f"^c.json: no certificate; .*{message}"):
+        read_certificate(found, "c.json")
+
+
+@pytest.mark.parametrize("certificate", ["passed", {}, {"verdict": "yes", "broken": []}])
+def test_certificate_in_a_record_has_a_verdict_and_broken_verifiers(certificate: Any):
+    record = copy.deepcopy(RECORDS["head-t1.json"])
+    record["lossless"]["certificate"] = certificate
+    with pytest.raises(UserError, match=r"^r.json: key lossless\.certificate"):
+        make_rows(record, "r.json")
+
+
 def test_help_shows_examples():
     done = run("--help")
     assert done.returncode == 0
@@ -312,6 +340,10 @@ def break_p(record: dict[str, Any]) -> None:
     record["samples"] = [SAMPLE | {"rounds": [SAMPLE["rounds"][0] | {"p": ["high"]}]}]
 
 
+def infinite_p(record: dict[str, Any]) -> None:
+    record["samples"] = [SAMPLE | {"rounds": [SAMPLE["rounds"][0] | {"next_p": math.inf}]}]
+
+
 @pytest.mark.parametrize(
     ("damage", "key"),
     [
@@ -320,6 +352,7 @@ def break_p(record: dict[str, Any]) -> None:
         (drop_identity, "identity"),
         (drop_next, "samples"),
         (break_p, "samples"),
+        (infinite_p, "samples.0.rounds.0.next_p is inf"),
     ],
 )
 def test_bad_record_is_one_line_and_exit_2(tmp_path: Path, damage: Any, key: str):
@@ -352,3 +385,28 @@ def test_empty_folder_and_missing_path_are_errors(tmp_path: Path):
         done = run(path, "--out", tmp_path / "report")
         assert done.returncode == 2
         assert message in done.stderr
+
+
+def test_folder_named_as_a_record_is_one_error(tmp_path: Path):
+    (tmp_path / "x.json").mkdir()
+    done = run(tmp_path, "--out", tmp_path / "report")
+    assert done.returncode == 2
+    assert done.stderr == f"error: {tmp_path}/x.json: cannot be read: Is a directory\n"
+
+
+def test_no_view_is_written_where_one_of_them_cannot_be(tmp_path: Path):
+    folder = write_records(tmp_path / "results")
+    (tmp_path / "report" / "leaderboard.html").mkdir(parents=True)
+    done = run(folder, "--out", tmp_path / "report")
+    assert done.returncode == 2
+    assert "leaderboard.html is a folder; move it" in done.stderr
+    assert [path.name for path in (tmp_path / "report").iterdir()] == ["leaderboard.html"]
+
+
+def test_markdown_takes_no_name_for_markup():
+    record = copy.deepcopy(RECORDS["lookup-t0.json"])
+    record["identity"] |= {"target": "t\n# Best\n<script>", "hardware": "<b>2</b> [x](http://y)"}
+    record["tasks"] = {"a\n\n<i>b": record["tasks"]["mt_bench"]}
+    text = to_markdown(make_rows(record, "r.json"))
+    assert "\n## a &lt;i&gt;b on t # Best &lt;script&gt;\n" in text
+    assert "| &lt;b&gt;2&lt;/b&gt; [x]\\(http://y) |" in text

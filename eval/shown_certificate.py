@@ -1,0 +1,81 @@
+"""The certificate that lies beside a record, and what the leaderboard shows of it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import StrictBool, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from data.files import read_json
+from eval.record import BrokenVerifier, Share, ShownCertificate
+from eval.record_checks import check_values
+from recipes.errors import UserError
+
+
+class _Fault(TypedDict):
+    what: str
+    setting: str
+    p_value: Share | None
+    tokens_needed: int
+    at_least: bool
+
+
+class _Certificate(TypedDict):
+    """Of eval.certify.Certificate, the keys that are read here."""
+
+    passed: StrictBool
+    power: list[_Fault]
+
+
+_CERTIFICATE = TypeAdapter(_Certificate)
+
+
+def certificate_file(name: str, verification: str) -> str:
+    """File of a drafter's certificate; where not tokens of a chain are judged, its name says it."""
+    words = [name] if verification == "token" else [name, verification]
+    return f"certificate_{'_'.join(words)}.json"
+
+
+def find_certificate(file: Path, settings: Mapping[str, Any]) -> ShownCertificate | None:
+    """That of NAME_T*.json lies beside it as certificate_NAME.json, or ..._block.json, _tree.json.
+
+    Args:
+        settings: of the record; a certificate of another rule or tree says nothing of it.
+    """
+    name, rule = file.name.partition("_T")[0], settings["verification"]
+    path = file.with_name(certificate_file(name, rule))
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    shown = read_certificate(found, str(path))
+    of_another = rule == "tree" and any(
+        found.get(key) != settings.get(key) for key in ("tree", "siblings")
+    )
+    return None if of_another else shown
+
+
+def read_certificate(found: Any, source: str) -> ShownCertificate:
+    """What the views show of a certificate: its verdict and what became of broken verifiers.
+
+    Raises:
+        UserError: it is not a certificate.
+    """
+    try:
+        known = _CERTIFICATE.validate_python(found, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "all of it"
+        mend = "write it again with `python eval/bench.py RECIPE --certify`"
+        raise UserError(f"{source}: no certificate; {mend} ({key}: {first['msg']})") from error
+    check_values(found, source)
+    broken: list[BrokenVerifier] = [
+        {
+            "name": f"{fault['what']}, at {fault['setting']}",
+            "p_value": fault["p_value"],
+            "tokens_needed": fault["tokens_needed"],
+            "at_least": fault["at_least"],
+        }
+        for fault in known["power"]
+    ]
+    return {"verdict": "passed" if known["passed"] else "failed", "broken": broken}
