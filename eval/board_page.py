@@ -17,8 +17,12 @@ SCRIPTS = ("base.js", "table.js", "charts.js", "panels.js", "rounds.js")  # each
 DIGITS = 4  # of p and q in samples
 
 
-def make_samples(record: Any, source: str) -> list[dict[str, Any]]:
+def make_samples(record: Any, source: str, also: str | None = None) -> list[dict[str, Any]]:
     """A valid record's samples for the round viewer, labelled with its drafter and settings.
+
+    Args:
+        source: the record's file, for error messages.
+        also: the settings that its rows name.
 
     Returns:
         [{"label", "verification", "prompt", "rounds": [{"accepted": [text], "rejected": [text],
@@ -31,6 +35,7 @@ def make_samples(record: Any, source: str) -> list[dict[str, Any]]:
     settings = record["settings"]
     label = f"{drafter_text(record['identity'] | settings)}, T={settings['temperature']:g}, "
     label += f"K={settings['num_draft_tokens']}, batch {settings['batch_size']}"
+    label += f", {also}" if also else ""
     shared = {"label": label, "verification": settings["verification"]}
     try:
         return [

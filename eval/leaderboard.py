@@ -12,6 +12,7 @@ from data.files import json_text, read_json, write_text
 from eval.board_page import make_samples, to_html
 from eval.record import validate
 from eval.report import ORDER, make_rows, sort_rows, to_markdown, used_columns
+from eval.row_settings import name_settings
 from eval.shown_certificate import find_certificate
 from recipes.errors import UserError
 
@@ -66,17 +67,16 @@ def main() -> None:
 
     targets = [arguments.out / f"leaderboard.{kind}" for kind in ("json", "md", "html")]
     check_targets(targets)
+    records = {str(file): read_json(file) for file in find_records(arguments.results)}
     rows: list[dict[str, Any]] = []
-    samples: list[dict[str, Any]] = []
-    for file in find_records(arguments.results):
-        record = read_json(file)
-        rows += make_rows(
-            record, str(file), find_certificate(file, validate(record, str(file))["settings"])
-        )
-        samples += make_samples(record, str(file))
+    for name, record in records.items():
+        settings = validate(record, name)["settings"]
+        rows += make_rows(record, name, find_certificate(Path(name), settings))
     if not rows:
         raise UserError("the results hold no task; run eval/bench.py with --tasks")
-    rows = sort_rows(rows)
+    rows = sort_rows(name_settings(rows))
+    named = {row["source"]: row["settings"] for row in rows}
+    samples = [s for name, r in records.items() for s in make_samples(r, name, named.get(name))]
     definitions = {column.key: column.definition for column in used_columns(rows)}
     board = {"schema": 1, "order": ORDER, "definitions": definitions, "rows": rows}
     texts = [json_text(board), to_markdown(rows), to_html(rows, samples)]

@@ -1,12 +1,12 @@
 """The leaderboard as a view of result records: records -> rows -> Markdown (eval.board_page: HTML).
 
 Nothing is measured here: every number is read from a record (eval.record), sorted and formatted.
-One row is one (drafter, task, temperature) at one batch size and number of drafted tokens. Both
+One row is one task of one record. Both
 views print the same text for the same cell, and None prints as "n/a". A key that an older record
 does not have is None.
 
-Order of rows: target, task, temperature (so T=0 comes first), batch size, then speedup, fastest
-first; rows without a speedup come last. Within one task at T=0 the first row is the fastest.
+Order of rows: target, task, temperature (so T=0 comes first), batch size, other settings (the usual
+ones first), then speedup, fastest first; rows without a speedup come last.
 """
 
 import math
@@ -16,11 +16,12 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from eval.record import Identity, Lossless, Settings, TaskResult, validate
+from eval.row_settings import compared_at, drafting_text, name_settings
 
 Row = dict[str, Any]
 
 MISSING = "n/a"
-ORDER = "target, task, temperature (T=0 first), batch size, then speedup (fastest first)"
+ORDER = "target, task, temperature (T=0 first), batch size, settings, then speedup (fastest first)"
 PARTS = ("draft", "verify", "sampling", "bookkeeping", "other")
 LATER_KEYS = (
     *("per_category", "per_turn", "predicted_curve", "oracle_share", "cost_ratio"),
@@ -59,11 +60,11 @@ def value_of(key: str, spec: str = "", unit: str = "") -> Callable[[Row], str]:
     return text
 
 
-def drafter_text(row: Row) -> str:
-    """The drafter's name, with method and verification where they are not said or not usual."""
+def drafter_text(row: Mapping[str, Any]) -> str:
+    """The drafter's name, with method and way of drafting where they are not said or not usual."""
     name, method = row["drafter"], row["method"]
     text = name if method in name else f"{name} ({method})"
-    return text if row["verification"] == "token" else f"{text}, {row['verification']}"
+    return ", ".join(word for word in (text, drafting_text(row)) if word)
 
 
 def time_split(row: Row) -> dict[str, float | None]:
@@ -106,7 +107,12 @@ def best_num_draft_tokens(curve: list[dict[str, Any]] | None) -> int | None:
 
 # fmt: off
 COLUMNS = tuple(Column(*column) for column in (
-    ("drafter", "Drafter", drafter_text, "What proposes the tokens, with its method."),
+    ("drafter", "Drafter", drafter_text,
+     "What proposes the tokens, with its method and, where unusual, how: block or tree (its "
+     "shape), sampled drafts, n-grams."),
+    ("settings", "Settings", lambda row: row["settings"] or "",
+     "Settings that are not the usual ones, or that differ among the rows of a target. Only rows "
+     "with equal ones are compared.", True, True),
     ("temperature", "T", value_of("temperature", "g"), "Sampling temperature; 0 is greedy."),
     ("batch_size", "Batch", value_of("batch_size"), "Prompts decoded together."),
     ("num_draft_tokens", "K", value_of("num_draft_tokens"), "Tokens proposed a round, at most."),
@@ -180,6 +186,7 @@ def make_rows(record: Any, source: str, certificate: Mapping[str, Any] | None = 
         key: valid["identity"].get(key) for key in (*Identity.__annotations__, "train_minutes")
     }
     shared |= {key: valid["settings"].get(key) for key in Settings.__annotations__}
+    shared["compared_at"] = compared_at(valid["settings"])
     shared |= {key: lossless.get(key) for key in Lossless.__annotations__}
     ours = certificate if shared["engine"] == "torch" else None
     shared["certificate"] = lossless.get("certificate", ours)
@@ -190,7 +197,7 @@ def make_rows(record: Any, source: str, certificate: Mapping[str, Any] | None = 
     ]
     for row in rows:
         row["best_num_draft_tokens"] = best_num_draft_tokens(row["predicted_curve"])
-    return rows
+    return name_settings(rows)
 
 
 def used_columns(rows: list[Row]) -> list[Column]:
@@ -204,7 +211,14 @@ def sort_rows(rows: Iterable[Row]) -> list[Row]:
     def key(row: Row) -> tuple:
         speedup = -math.inf if row["speedup"] is None else row["speedup"]
         place = (row["target"], row["task"], row["temperature"], row["batch_size"])
-        return (*place, -speedup, row["drafter"], row["num_draft_tokens"], row["source"])
+        return (
+            *place,
+            row["settings"] or "",
+            -speedup,
+            row["drafter"],
+            row["num_draft_tokens"],
+            row["source"],
+        )
 
     return sorted(rows, key=key)
 
@@ -225,6 +239,10 @@ def table(titles: Iterable[str], lines: Iterable[Iterable[Any]]) -> str:
     return "\n".join([line(titles), "|" + " --- |" * len(titles), *map(line, lines)])
 
 
+def _cell(row: Row, key: str) -> str:
+    return row[key] or ("usual" if key == "settings" else MISSING)
+
+
 def to_markdown(rows: list[Row]) -> str:
     """The sorted rows as Markdown: one table a task, where each row comes from, definitions."""
     columns = used_columns(rows)
@@ -235,9 +253,12 @@ def to_markdown(rows: list[Row]) -> str:
             f"## {one_line(task)} on {one_line(target)}",
             table([column.title for column in columns], lines),
         ]
-    keys = ("source", "engine", "dtype", "hardware", "commit", "draft_sampling", "verification")
-    records = {row["source"]: [row[key] or MISSING for key in keys] for row in rows}
-    titles = ("File", "Engine", "Dtype", "Hardware", "Commit", "Drafting", "Verification")
+    keys = ["source", "engine", "dtype", "hardware", "commit", "draft_sampling", "verification"]
+    titles = ["File", "Engine", "Dtype", "Hardware", "Commit", "Drafting", "Verification"]
+    for key in ("tree", "siblings", "settings"):
+        if any(row[key] is not None for row in rows):
+            keys, titles = [*keys, key], [*titles, key.capitalize()]
+    records = {row["source"]: [_cell(row, key) for key in keys] for row in rows}
     parts += ["## Records", table(titles, [records[source] for source in sorted(records)])]
     definitions = "\n".join(f"- **{column.title}**: {column.definition}" for column in columns)
     return "\n\n".join([*parts, "## Definitions", definitions]) + "\n"

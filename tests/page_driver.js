@@ -67,6 +67,19 @@ function filter(name) {
   seen.again = count();
   return seen;
 }
+function mixed(name) {
+  const t = tools(name), seen = {}, { all, set } = t;
+  const drafters = t.column("Drafter"), settings = t.column("Settings");
+  seen.rows = drafters.map((drafter, i) => [drafter, settings[i]]);
+  seen.cards = texts(all("#serve .card h3"));
+  seen.choices = texts(all("#filter-settings option"));
+  set("#filter-settings", "seed 7, top_p 0.5");
+  seen.filtered = t.column("Settings");
+  set("#filter-settings", "usual");
+  seen.usual = t.column("Settings");
+  seen.records = texts(all("#records th")).slice(-5);
+  return seen;
+}
 function charts(name) {
   const { $, all, set } = tools(name), seen = {};
   seen.drafted = { curves: all("#drafted .charts > div:first-child polyline").length, points: all("#drafted .charts > div:first-child path").length, titles: texts(all("#drafted h3")) };
@@ -158,6 +171,7 @@ function print(name) {
 function run() {
   facts.table = table("desktop");
   facts.filter = filter("desktop");
+  facts.mixed = mixed("mixed");
   facts.charts = charts("desktop");
   facts.playground = playground("desktop");
   facts.acceptance = acceptance("desktop");

@@ -135,7 +135,7 @@ def make_record(
             "temperature": temperature,
             "top_p": 1.0,
             "top_k": 0,
-            "draft_sampling": "sampled",
+            "draft_sampling": "greedy",
             "verification": verification,
             "num_draft_tokens": num_draft,
             "batch_size": batch_size,

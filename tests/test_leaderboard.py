@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from eval.board_page import make_samples, to_html
-from eval.report import make_rows, sort_rows, time_split, to_markdown, used_columns
+from eval.report import drafter_text, make_rows, sort_rows, time_split, to_markdown, used_columns
+from eval.row_settings import name_settings
 from eval.shown_certificate import read_certificate
 from recipes.errors import UserError
 
@@ -100,8 +101,15 @@ SAMPLE = {
 }
 
 
+def make_other(settings: dict[str, Any]) -> dict[str, Any]:
+    record = copy.deepcopy(RECORDS["head-t1.json"])
+    record["settings"] |= settings
+    return record
+
+
 def make_all(records: dict[str, dict[str, Any]] = RECORDS) -> list[dict[str, Any]]:
-    return sort_rows(row for name, record in records.items() for row in make_rows(record, name))
+    rows = [row for name, record in records.items() for row in make_rows(record, name)]
+    return sort_rows(name_settings(rows))
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -181,6 +189,76 @@ def test_rows_of_another_verification_say_so():
     record = make_record("head", 1.0, make_task(2.0, 1.5), make_task(2.0, 1.5))
     record["settings"]["verification"] = "block"
     assert "| head (eagle3), block |" in to_markdown(make_rows(record, "r.json"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "drafter"),
+    [
+        ({"draft_sampling": "sampled"}, "demo | head (eagle3), sampled"),
+        (
+            {"verification": "tree", "tree": "3,2", "siblings": "top"},
+            "demo | head (eagle3), tree 3,2",
+        ),
+        (
+            {
+                "draft_sampling": "sampled",
+                "verification": "tree",
+                "tree": "3,2",
+                "siblings": "without_replacement",
+            },
+            "demo | head (eagle3), tree 3,2 without_replacement",
+        ),
+        ({"lookup": [1, 9]}, "demo | head (eagle3)"),  # it looks nothing up
+    ],
+)
+def test_ways_of_drafting_are_named_and_compared(settings: dict[str, Any], drafter: str):
+    plain, other = make_all({"a": make_other({}), "b": make_other(settings)})[:2]
+    assert {drafter_text(plain), drafter_text(other)} == {"demo | head (eagle3)", drafter}
+    assert plain["compared_at"] == other["compared_at"]
+    assert plain["settings"] is other["settings"] is None
+
+
+def test_lookup_with_other_n_grams_says_so():
+    record = copy.deepcopy(RECORDS["lookup-t0.json"])
+    record["settings"] |= {"lookup": [1, 9], "draft_sampling": "sampled"}
+    assert drafter_text(make_rows(record, "r.json")[0]) == "lookup, n-grams 1-9"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "usual"),
+    [
+        ({"top_p": 0.5, "seed": 7}, "seed 7, top_p 0.5", None),
+        ({"min_p": 0.1, "top_k": 5}, "min_p 0.1, top_k 5", None),
+        ({"repetition_penalty": 1.3}, "repetition_penalty 1.3", None),
+        ({"template_kwargs": {"think": False}}, 'template_kwargs {"think":false}', None),
+        ({"dtype": "float32"}, "dtype float32", "dtype bfloat16"),  # there is no usual one
+        ({"max_new_tokens": 9}, "max_new_tokens 9", "max_new_tokens 64"),
+        ({"engine": "vllm 0.11"}, "engine vllm 0.11", "engine torch"),
+        ({"template_hash": "0123456789"}, "template_hash 01234567", "template_hash n/a"),
+    ],
+)
+def test_rows_decoded_otherwise_say_how_and_are_not_compared(
+    settings: dict[str, Any], text: str, usual: str | None
+):
+    rows = make_all({"a": make_other({}), "b": make_other(settings)})
+    found = {row["source"]: row for row in rows if row["task"] == "humaneval"}
+    assert (found["a"]["settings"], found["b"]["settings"]) == (usual, text)
+    assert found["a"]["compared_at"] != found["b"]["compared_at"]
+
+
+def test_absent_settings_are_the_usual_ones():
+    usual = {"min_p": 0.0, "repetition_penalty": 1.0, "seed": 0, "tree": None, "lookup": [2, 4]}
+    old, new = make_all({"a": make_other({}), "b": make_other(usual)})[:2]
+    assert old["compared_at"] == new["compared_at"]
+    assert old["settings"] is new["settings"] is None
+
+
+def test_markdown_names_settings_in_rows_and_records():
+    text = to_markdown(make_all({"a": make_other({}), "b": make_other({"top_p": 0.5})}))
+    assert "| demo \\| head (eagle3) |  | 1 |" in text
+    assert "| demo \\| head (eagle3) | top_p 0.5 | 1 |" in text
+    assert "| a | torch | bfloat16 | 2 cores | abc1234 | greedy | token | usual |" in text
+    assert "| b | torch | bfloat16 | 2 cores | abc1234 | greedy | token | top_p 0.5 |" in text
 
 
 def test_samples_keep_p_and_q_to_four_digits():

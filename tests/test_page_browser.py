@@ -18,6 +18,7 @@ import pytest
 from eval import theory
 from eval.board_page import make_samples, to_html
 from eval.report import COLUMNS, make_rows, sort_rows
+from eval.row_settings import name_settings
 from tests.page_records import make_records
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -29,14 +30,22 @@ addEventListener("unhandledrejection", event => errors.push(String(event.reason)
 addEventListener("securitypolicyviolation", event => errors.push(event.blockedURI));
 console.error = console.warn = (...words) => errors.push(words.join(" "));
 </script>"""
-FRAMES = {"desktop": 1280, "print": 1046, "phone": 375, "phone-old": 375, "old": 1280}
+FRAMES = {
+    "desktop": 1280,
+    "print": 1046,
+    "phone": 375,
+    "phone-old": 375,
+    "old": 1280,
+    "mixed": 1280,
+}
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium here; `make browser` installs it with apt"
 )
 
 
 def make_page(records: dict[str, dict[str, Any]]) -> str:
-    rows = sort_rows(row for name, record in records.items() for row in make_rows(record, name))
+    rows = [row for name, record in records.items() for row in make_rows(record, name)]
+    rows = sort_rows(name_settings(rows))
     samples = [s for name, record in records.items() for s in make_samples(record, name)]
     return to_html(rows, samples)
 
@@ -65,14 +74,31 @@ def make_old_records() -> dict[str, dict[str, Any]]:
     return records
 
 
+def make_mixed_records() -> dict[str, dict[str, Any]]:
+    """One drafter decoded in three ways, of which two are drafting choices and can be compared."""
+    changes: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "narrow": {"top_p": 0.5, "seed": 7},
+        "tree": {"verification": "tree", "tree": "3,2", "siblings": "top"},
+    }
+    records = {}
+    for name, settings in changes.items():
+        record = records[name] = copy.deepcopy(make_records()["head_T1_K4_B1.json"])
+        record["settings"] |= settings
+        del record["tasks"]["mt_bench"]
+    return records
+
+
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert CHROMIUM is not None
     folder = tmp_path_factory.mktemp("browser")
     pages = {"full": make_page(make_records()), "old": make_page(make_old_records())}
+    pages["mixed"] = make_page(make_mixed_records())
     frames = ""
     for name, width in FRAMES.items():
-        page = pages["old" if "old" in name else "full"].replace("<head>", "<head>" + WATCH, 1)
+        kind = next((kind for kind in pages if kind in name), "full")
+        page = pages[kind].replace("<head>", "<head>" + WATCH, 1)
         size = f'width="{width}" height="900" style="border:0"'
         frames += f'<iframe id="{name}" {size} srcdoc="{html.escape(page)}"></iframe>\n'
     script = DRIVER.read_text(encoding="utf-8")
@@ -129,6 +155,22 @@ def test_filters_narrow_table_and_charts(facts: dict[str, Any]):
     assert seen["narrow"] == {"rows": 3, "cards": 1, "bars": 3, "temperatures": ["1"]}
     assert seen["narrow_batches_hidden"] is True
     assert seen["nothing"] == ["No result matches these filters."]
+
+
+def test_rows_decoded_otherwise_have_their_own_card_and_filter(facts: dict[str, Any]):
+    seen = facts["mixed"]
+    assert seen["rows"] == [
+        ["head (eagle3)", ""],
+        ["head (eagle3), tree 3,2", ""],
+        ["head (eagle3)", "seed 7, top_p 0.5"],
+    ]
+    assert seen["cards"] == [
+        "humaneval, T=1, batch 1",
+        "humaneval, T=1, batch 1, seed 7, top_p 0.5",
+    ]
+    assert seen["choices"] == ["all", "usual", "seed 7, top_p 0.5"]
+    assert (seen["filtered"], seen["usual"]) == (["seed 7, top_p 0.5"], ["", ""])
+    assert seen["records"] == ["Verification", "Tree", "Siblings", "Max new tokens", "Settings"]
 
 
 def test_charts_show_measured_points_on_predicted_curves(facts: dict[str, Any]):

@@ -33,10 +33,11 @@ const OUTLINES = ["M-4,0 A4,4 0 1 1 4,0 A4,4 0 1 1 -4,0Z", "M-4,-4H4V4H-4Z", "M0
 const outline = row => OUTLINES[names.indexOf(row.text.drafter) % OUTLINES.length];
 const point = (row, x, y, title) => svg("path", { d: outline(row), transform: `translate(${x},${y})`, fill: color(row), stroke: "var(--card)", "stroke-width": 1 }, hover(title));
 const mark = row => svg("svg", { viewBox: "-6 -6 12 12", class: "mark", "aria-hidden": "true" }, svg("path", { d: outline(row), fill: color(row) }));
-const setting = { task: row => row.task, temperature: row => `T=${row.temperature}`, batch_size: row => `batch ${row.batch_size}`, num_draft_tokens: row => `K=${row.num_draft_tokens}` };
-const place = (row, keys = Object.keys(setting)) => keys.map(key => setting[key](row)).join(", ");
+const setting = { task: row => row.task, temperature: row => `T=${row.temperature}`, batch_size: row => `batch ${row.batch_size}`, num_draft_tokens: row => `K=${row.num_draft_tokens}`, settings: row => row.settings };
+const place = (row, keys = Object.keys(setting)) => keys.map(key => setting[key](row)).filter(present).join(", ");
 const caption = (row, keys) => el("div", {}, mark(row), row.text.drafter, el("small", {}, place(row, keys)));
-const comparable = row => [row.target, row.task, row.task_hash, row.version, row.engine, row.dtype, row.hardware, row.max_new_tokens].join("|");
+const decoded = row => JSON.stringify(row.compared_at); // all settings that are not themselves compared
+const comparable = row => [row.target, row.task, row.task_hash, row.version, row.hardware, decoded(row)].join("|");
 
 const PARTS = ["draft", "verify", "sampling", "bookkeeping", "other"];
 const total = row => PARTS.some(part => present(row.split[part])) ? PARTS.reduce((sum, part) => sum + (row.split[part] ?? 0), 0) : null;

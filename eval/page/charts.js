@@ -36,7 +36,7 @@ function drawDrafted(rows) {
     });
     const longest = Math.max(2, ...lines.flatMap(l => l.points.map(p => p.x))), step = Math.ceil(longest / 10);
     const ticks = [...Array(longest).keys()].map(i => i + 1).map(k => [k, (k - 1) % step ? "" : String(k)]);
-    const title = place(members[0], ["task", "temperature", "batch_size"]);
+    const title = place(members[0], ["task", "temperature", "batch_size", "settings"]);
     return figure(title, chart({ label: `Speedup against the number of drafted tokens, ${title}`, ticks, top: above(lines.flatMap(l => l.points.flatMap(p => [p.y, p.high])), 1.2), xTitle: "K, tokens drafted a round", format: times, lines, levels: [alone] }));
   }));
 }
@@ -52,7 +52,7 @@ function drawBatches(rows) {
     const lines = arms.map(arm => ({ row: arm[0], dash: "none", points: arm.map(row => measured(row, Math.log2(row.batch_size), key)) }));
     const plain = [...groupBy(members, row => row.batch_size)].filter(([, found]) => present(found[0].baseline_tokens_per_second)).sort(([a], [b]) => a - b).map(([size, found]) => [Math.log2(size), found[0].baseline_tokens_per_second]);
     const baseline = key === "speedup" ? null : (x, y) => svg("polyline", { points: plain.map(([a, b]) => `${x(a)},${y(b)}`).join(" "), fill: "none", stroke: "var(--muted)", "stroke-width": 2, "stroke-dasharray": "4 3" }, hover("the target alone"));
-    const title = place(members[0], ["task", "temperature"]), values = lines.flatMap(l => l.points.flatMap(p => [p.y, p.high]));
+    const title = place(members[0], ["task", "temperature", "settings"]), values = lines.flatMap(l => l.points.flatMap(p => [p.y, p.high]));
     return figure(title, chart({ label: `${key === "speedup" ? "Speedup" : "Tokens/s"} against batch size, ${title}`, ticks: sizes.map(size => [Math.log2(size), String(size)]), top: above(key === "speedup" ? values : [...values, ...plain.map(p => p[1])], 1.2),
       xTitle: "batch size", format: key === "speedup" ? times : (value, digits) => value.toFixed(digits), lines, levels: key === "speedup" ? [alone] : [], extra: baseline }));
   }));
@@ -62,11 +62,11 @@ $("batch-metric").addEventListener("change", () => drawBatches(shown()));
 function drawSurvival(rows) {
   rows = rows.filter(row => row.survival?.length);
   legend(within("survival", ".legend"), rows, dashes(rows));
-  fill("survival", [...groupBy(rows, row => `${row.target}|${row.task}`).values()].map(members => {
-    const longest = Math.max(...members.map(row => row.survival.length));
+  fill("survival", [...groupBy(rows, row => [row.target, row.task, decoded(row)].join("|")).values()].map(members => {
+    const title = place(members[0], ["task", "settings"]), longest = Math.max(...members.map(row => row.survival.length));
     const lines = members.map(row => ({ row, dash: dash(row), points: [1, ...row.survival].map((share, i) => ({ x: i, y: share, title: `${row.text.drafter}, ${place(row)}: ${(100 * share).toFixed(1)}% at i = ${i}` })) }));
     const step = Math.ceil(longest / 12), ticks = [...Array(longest + 1).keys()].map(i => [i, i % step ? "" : String(i)]);
-    return figure(members[0].task, chart({ label: `Survival by position, ${members[0].task}`, ticks, top: 1, xTitle: "i, proposed tokens accepted", format: value => `${Math.round(100 * value)}%`, lines }));
+    return figure(title, chart({ label: `Survival by position, ${title}`, ticks, top: 1, xTitle: "i, proposed tokens accepted", format: value => `${Math.round(100 * value)}%`, lines }));
   }));
 }
 
@@ -78,12 +78,12 @@ function drawCosts(rows) {
   rows = rows.filter(row => present(row.tau));
   const paid = rows.filter(row => cost(row) > 0), chosen = rows.filter(row => cost(row) > 0 || row.trained_tokens === 0);
   legend(within("costs", ".legend"), paid.length ? chosen : []);
-  const groups = [...groupBy(chosen, row => [row.target, row.task, row.temperature].join("|")).values()].filter(members => members.some(row => cost(row) > 0));
+  const groups = [...groupBy(chosen, row => [row.target, row.task, row.temperature, decoded(row)].join("|")).values()].filter(members => members.some(row => cost(row) > 0));
   fill("costs", groups.map(members => {
     const logs = members.filter(row => cost(row) > 0).map(row => Math.log10(cost(row))), from = Math.floor(Math.min(...logs)), to = Math.max(from + 1, Math.ceil(Math.max(...logs)));
     const lines = members.filter(row => cost(row) > 0).map(row => ({ row, points: [measured(row, Math.log10(cost(row)), "tau")] }));
     const levels = members.filter(row => row.trained_tokens === 0).map(row => ({ y: row.tau, stroke: color(row), title: `${row.text.drafter}, ${place(row)}: tau ${row.text.tau}` }));
-    const ticks = [...Array(to - from + 1).keys()].map(i => [from + i, short(10 ** (from + i))]), title = place(members[0], ["task", "temperature"]);
+    const ticks = [...Array(to - from + 1).keys()].map(i => [from + i, short(10 ** (from + i))]), title = place(members[0], ["task", "temperature", "settings"]);
     return figure(title, chart({ label: `tau against ${xTitle}, ${title}`, ticks, bottom: 1, top: above(members.flatMap(row => [row.tau, row.tau_ci95?.[1]]), 1.5), xTitle, format: (value, digits) => value.toFixed(digits), lines, levels }));
   }));
   $("costs").hidden = !data.rows.some(row => row.trained_tokens > 0 || row.train_minutes > 0);
@@ -98,7 +98,7 @@ function drawParts(rows) {
   within("parts", ".tables").replaceChildren(...[...groupBy(rows, row => `${row.target}|${row.task}`).values()].map(members => {
     const parts = row => new Map([...Object.entries(row.per_category ?? {}), ...(row.per_turn ?? []).map(turn => [`turn ${turn.turn}`, turn])]);
     const heads = unique(members.flatMap(row => [...parts(row).keys()]));
-    const lines = members.map(row => el("tr", {}, el("th", { scope: "row" }, caption(row, ["temperature", "batch_size", "num_draft_tokens"])), heads.map(head => {
+    const lines = members.map(row => el("tr", {}, el("th", { scope: "row" }, caption(row, ["temperature", "batch_size", "num_draft_tokens", "settings"])), heads.map(head => {
       const part = parts(row).get(head), interval = part?.tau_ci95;
       return el("td", {}, present(part?.tau) ? part.tau.toFixed(2) : "n/a", interval ? el("small", {}, `[${interval[0].toFixed(2)}, ${interval[1].toFixed(2)}]`) : null, present(part?.speedup) ? el("small", {}, times(part.speedup)) : null);
     })));

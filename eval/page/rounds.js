@@ -68,12 +68,14 @@ if (data.samples.length) {
 
 /* Words, records, certificates. */
 const listed = key => unique(data.rows.map(row => row[key]).filter(present));
-const shared = [...CONTEXT].filter(key => !several(key)).map(key => setting[key](data.rows[0]));
-$("summary").textContent = `${data.rows.length} results of ${names.length} drafter${names.length > 1 ? "s" : ""} for ${listed("target").join(", ")}, on ${listed("hardware").join("; ")}.` +
+const shared = [...CONTEXT].filter(key => !several(key)).map(key => setting[key](data.rows[0])).filter(present);
+const numDrafters = unique(data.rows.map(row => `${row.drafter}|${row.method}`)).length;
+$("summary").textContent = `${data.rows.length} results of ${numDrafters} drafter${numDrafters > 1 ? "s" : ""} for ${listed("target").join(", ")}, on ${listed("hardware").join("; ")}.` +
   `${shared.length ? ` All at ${shared.join(", ")}.` : ""} In order of ${data.order}.`;
 $("definitions").append(...columns.map(column => el("div", {}, el("dt", {}, column.title), el("dd", {}, column.definition))));
 const RECORD = [["source", "File"], ["drafter", "Drafter"], ["drafter_params", "Parameters"], ["trained_tokens", "Trained tokens"], ["train_minutes", "Trained minutes"], ["engine", "Engine"], ["dtype", "Dtype"], ["hardware", "Hardware"],
-  ["commit", "Commit"], ["draft_sampling", "Drafting"], ["verification", "Verification"], ["max_new_tokens", "Max new tokens"]];
+  ["commit", "Commit"], ["draft_sampling", "Drafting"], ["verification", "Verification"], ["tree", "Tree"], ["siblings", "Siblings"],
+  ["max_new_tokens", "Max new tokens"], ["settings", "Settings"]].filter(([key]) => !["tree", "siblings", "settings"].includes(key) || data.rows.some(row => present(row[key])));
 const records = [...new Map(data.rows.map(row => [row.source, row])).values()];
 const heads = titles => el("thead", {}, el("tr", {}, titles.map(title => el("th", { scope: "col" }, title))));
 const plain = value => typeof value === "number" ? value.toLocaleString("en") : value ?? "n/a";

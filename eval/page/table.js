@@ -1,8 +1,8 @@
 /* Filters, the table, and what to serve. */
 const FILTERS = [["target", "Target"], ["task", "Task"], ["temperature", "Temperature"], ["batch_size", "Batch size"], ["num_draft_tokens", "Drafted K"],
-  ["drafter", "Drafter"], ["verification", "Verification"], ["engine", "Engine"], ["hardware", "Hardware"]];
+  ["drafter", "Drafter"], ["verification", "Verification"], ["engine", "Engine"], ["hardware", "Hardware"], ["settings", "Settings"]];
 const filters = {};
-const filterText = (row, key) => key === "drafter" ? row.text.drafter : String(row[key]);
+const filterText = (row, key) => key === "drafter" ? row.text.drafter : String(row[key] ?? "usual");
 for (const [key, title] of FILTERS) {
   const values = unique(data.rows.map(row => filterText(row, key)));
   if (values.length < 2) continue;
@@ -15,8 +15,8 @@ $("filters").addEventListener("submit", event => event.preventDefault());
 const shown = () => data.rows.filter(row => Object.entries(filters).every(([key, select]) => !select.value || filterText(row, key) === select.value));
 
 /* Columns: settings that all rows share are said once above; detail waits behind a box. */
-const CONTEXT = new Set(["temperature", "batch_size", "num_draft_tokens"]);
-const LEFT = new Set(["drafter", "task", "target", "lossless"]), WIDE = new Set(["ms_per_round", "lossless"]);
+const CONTEXT = new Set(["temperature", "batch_size", "num_draft_tokens", "settings"]);
+const LEFT = new Set(["drafter", "task", "target", "settings", "lossless"]), WIDE = new Set(["settings", "ms_per_round", "lossless"]);
 const extraColumns = [["target", "Target", "The model that the drafter drafts for."], ["task", "Task", "The set of prompts."]].map(([key, title, definition]) => ({ key, title, definition, main: true }));
 const columns = data.columns.filter(column => !CONTEXT.has(column.key) || several(column.key));
 columns.splice(1, 0, ...extraColumns.filter(column => several(column.key)));
@@ -88,7 +88,7 @@ function cell(row, column) {
   return el("td", { class: classes.join(" ").trim() || null, "data-label": column.title, "data-tip": card ? column.definition : null }, body);
 }
 function drawTable() {
-  const rows = sorted(shown()), group = row => [row.target, row.task, row.temperature, row.batch_size].join();
+  const rows = sorted(shown()), group = row => [row.target, row.task, row.temperature, row.batch_size, row.settings].join();
   const lines = rows.map((row, i) => el("tr", { class: !sort.key && i && group(row) !== group(rows[i - 1]) ? "group" : null }, visible().map(column => cell(row, column))));
   $("board").tBodies[0].replaceChildren(...(lines.length ? lines : [el("tr", {}, el("td", { colspan: visible().length, class: "left none" }, "No result matches these filters."))]));
 }
@@ -103,7 +103,7 @@ function verdict(best) {
 }
 function serveCard(members) {
   const ranked = members.filter(row => present(row.speedup) && !broken(row)).sort((a, b) => b.speedup - a.speedup);
-  const title = el("h3", {}, place(members[0], ["task", "temperature", "batch_size"]));
+  const title = el("h3", {}, place(members[0], ["task", "temperature", "batch_size", "settings"]));
   const refused = members.filter(broken).map(row => el("div", { class: "warn" }, `${row.text.drafter}, K=${row.num_draft_tokens}: not lossless, do not serve.`));
   if (!ranked.length) return el("div", { class: "card" }, title, el("div", { class: "none" }, "No lossless row with a speedup."), refused);
   const [best, ...rest] = ranked, ties = rest.filter(row => overlaps(best, row));
