@@ -70,8 +70,8 @@ def main() -> None:
     records = {str(file): read_json(file) for file in find_records(arguments.results)}
     rows: list[dict[str, Any]] = []
     for name, record in records.items():
-        settings = validate(record, name)["settings"]
-        rows += make_rows(record, name, find_certificate(Path(name), settings))
+        certificate = find_certificate(Path(name), validate(record, name))
+        rows += make_rows(record, name, certificate)
     if not rows:
         raise UserError("the results hold no task; run eval/bench.py with --tasks")
     rows = sort_rows(name_settings(rows))

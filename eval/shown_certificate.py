@@ -1,14 +1,13 @@
 """The certificate that lies beside a record, and what the leaderboard shows of it."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import StrictBool, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from data.files import read_json
-from eval.record import BrokenVerifier, Share, ShownCertificate
+from eval.record import BrokenVerifier, ResultRecord, Share, ShownCertificate
 from eval.record_checks import check_values
 from recipes.errors import UserError
 
@@ -26,6 +25,7 @@ class _Certificate(TypedDict):
 
     passed: StrictBool
     power: list[_Fault]
+    identity: NotRequired[dict[str, Any] | None]
 
 
 _CERTIFICATE = TypeAdapter(_Certificate)
@@ -37,20 +37,23 @@ def certificate_file(name: str, verification: str) -> str:
     return f"certificate_{'_'.join(words)}.json"
 
 
-def find_certificate(file: Path, settings: Mapping[str, Any]) -> ShownCertificate | None:
+def find_certificate(file: Path, record: ResultRecord) -> ShownCertificate | None:
     """That of NAME_T*.json lies beside it as certificate_NAME.json, or ..._block.json, _tree.json.
 
-    Args:
-        settings: of the record; a certificate of another rule or tree says nothing of it.
+    A certificate of another target, weights, rule or tree says nothing of the record. Older ones do
+    not say whose they are.
     """
+    identity, settings = record["identity"], record["settings"]
     name, rule = file.name.partition("_T")[0], settings["verification"]
     path = file.with_name(certificate_file(name, rule))
     if not path.is_file():
         return None
     found = read_json(path)
-    shown = read_certificate(found, str(path))
-    of_another = rule == "tree" and any(
-        found.get(key) != settings.get(key) for key in ("tree", "siblings")
+    shown, whose = read_certificate(found, str(path)), found.get("identity") or {}
+    of_another = any(
+        key in whose and whose[key] != identity.get(key) for key in ("target", "drafter_hash")
+    ) or (
+        rule == "tree" and any(found.get(key) != settings.get(key) for key in ("tree", "siblings"))
     )
     return None if of_another else shown
 

@@ -14,7 +14,7 @@ import pytest
 from eval.board_page import make_samples, to_html
 from eval.report import drafter_text, make_rows, sort_rows, time_split, to_markdown, used_columns
 from eval.row_settings import name_settings
-from eval.shown_certificate import read_certificate
+from eval.shown_certificate import find_certificate, read_certificate
 from recipes.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -357,6 +357,24 @@ def test_certificate_of_another_rule_or_tree_is_not_shown(tmp_path: Path):
     rows = json.loads((tmp_path / "report/leaderboard.json").read_text())["rows"]
     certified = {Path(row["source"]).name for row in rows if row["certificate"]}
     assert certified == {"drafter_T1_block.json", "drafter_T1_same.json"}
+
+
+@pytest.mark.parametrize(
+    ("identity", "shown"),
+    [
+        ({"target": "tiny-target", "drafter_hash": "w1"}, True),
+        ({"target": "other", "drafter_hash": "w1"}, False),
+        ({"target": "tiny-target", "drafter_hash": "w2"}, False),
+    ],
+)
+def test_certificate_of_another_target_or_weights_is_not_shown(
+    tmp_path: Path, identity: dict[str, Any], shown: bool
+):
+    record: Any = copy.deepcopy(RECORDS["head-t1.json"])
+    record["identity"]["drafter_hash"] = "w1"
+    path = tmp_path / "certificate_drafter.json"
+    path.write_text(json.dumps(CERTIFICATE | {"identity": identity}))
+    assert (find_certificate(tmp_path / "drafter_T1.json", record) is not None) == shown
 
 
 def test_damaged_certificate_is_named(tmp_path: Path):
