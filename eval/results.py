@@ -27,7 +27,7 @@ from drafters.lookup import UNTRAINED, Lookup, LookupThen
 from drafters.suffix import Suffix
 from eval.lossless import GreedyComparison, pit_p_value
 from eval.measure import ORACLE_OF, Measured
-from eval.record import SCHEMA, ResultRecord, validate
+from eval.record import SCHEMA, Identity, ResultRecord, validate
 from eval.task_result import count_text
 from eval.tasks import Task
 from recipes.errors import UserError
@@ -188,7 +188,7 @@ def train_minutes(run_dir: Path) -> float | None:
     return None if seconds is None else float(seconds) / 60
 
 
-def make_identity(plan: Plan, target: Target, name: str) -> dict[str, Any]:
+def make_identity(plan: Plan, target: Target, name: str) -> Identity:
     """Who was measured on what; `name` is one of eval.drafters."""
     num_params, method = 0, name
     num_tokens: int | None = 0
