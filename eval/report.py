@@ -98,10 +98,14 @@ def contamination_text(row: Row) -> str:
 
 
 def best_num_draft_tokens(curve: list[dict[str, Any]] | None) -> int | None:
-    """The number with the largest predicted speedup; 0 where none beats the target alone."""
-    if not curve:
+    """The number with the largest predicted speedup; 0 where none beats the target alone.
+
+    Only of numbers whose every position some round reached.
+    """
+    known = [point for point in curve or [] if not point.get("extrapolated")]
+    if not known:
         return None
-    best = max(curve, key=lambda point: point["speedup"])
+    best = max(known, key=lambda point: point["speedup"])
     return best["num_draft_tokens"] if best["speedup"] > 1 else 0
 
 
@@ -142,8 +146,8 @@ COLUMNS = tuple(Column(*column) for column in (
      "Measured speedup / that of a perfect drafter, which proposes the target's own tokens at the "
      "same cost. The rest is what a better drafter of this size could still win.", True, True),
     ("best_num_draft_tokens", "Best K", value_of("best_num_draft_tokens"),
-     "The number of drafted tokens with the largest predicted speedup; 0: none beats the target "
-     "alone.", True, True),
+     "The number of drafted tokens with the largest predicted speedup, of those that rounds "
+     "reached; 0: none beats the target alone.", True, True),
     ("cost_ratio", "c", value_of("cost_ratio", ".3f"),
      "Time to draft one token / time of one token of the target alone.", False, True),
     ("tokens_per_second", "Tokens/s", value_of("tokens_per_second", ".1f"),
