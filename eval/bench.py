@@ -232,7 +232,7 @@ def show(paths: Sequence[Path]) -> None:
     rows = [row for path in paths for row in make_rows(read_json(path), str(path))]
     for row in sort_rows(rows):
         table.add_row(row["task"], *(column.text(row) for column in columns))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def main() -> None:

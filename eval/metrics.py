@@ -33,6 +33,7 @@ class PromptRecord:
     ends_inside_draft: the last round met the end token among its accepted tokens, so it
         emitted no token after them.
     accepted_before_stop: the accepted tokens of each round before the answer was cut at its end.
+    batch: number of the batch whose time its prompts share equally; None = timed alone.
     """
 
     prompt_id: str
@@ -46,6 +47,12 @@ class PromptRecord:
     seconds: float = 0.0
     ends_inside_draft: bool = False
     accepted_before_stop: list[int] | None = None
+    batch: int | None = None
+
+    @property
+    def timed_as(self) -> str | int:
+        """What its seconds were measured with: the unit of the speedup's interval."""
+        return self.prompt_id if self.batch is None else self.batch
 
 
 class Speedup(NamedTuple):
@@ -129,7 +136,8 @@ def speedup(
     """Ratio of pooled tokens per second, both arms counted by generated ids.
 
     The interval resamples prompts, the same ones in both arms, because a long or an easy
-    prompt is so for both. A ratio of wall times would call a shorter answer a speedup.
+    prompt is so for both; or batches, where prompts share the time of one. A ratio of wall times
+    would call a shorter answer a speedup.
 
     Args:
         baseline: the same engine without a drafter, on the same prompts and turns.
@@ -147,7 +155,7 @@ def speedup(
             f"speedup: prompt {name!r} turn {turn} was decoded in one arm only; measure the "
             "baseline and the drafter on the same prompts"
         )
-    names = sorted({record.prompt_id for record in baseline})
+    names = sorted({record.timed_as for record in baseline}, key=str)
     base_tokens_C, base_seconds_C = _totals(baseline, names)
     tokens_C, seconds_C = _totals(records, names)
     base_rate = _ratio(base_tokens_C.sum(), base_seconds_C.sum())
@@ -225,14 +233,14 @@ def _tokens_by_turn(records: Sequence[PromptRecord]) -> dict[tuple[str, int], in
 
 
 def _totals(
-    records: Sequence[PromptRecord], names: list[str]
+    records: Sequence[PromptRecord], names: list[str | int]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Tokens and seconds of each prompt, in the order of names."""
+    """Tokens and seconds of each prompt, or batch, in the order of names."""
     index = {name: i for i, name in enumerate(names)}
     tokens_C, seconds_C = np.zeros(len(names)), np.zeros(len(names))
     for record in records:
-        tokens_C[index[record.prompt_id]] += record.num_tokens
-        seconds_C[index[record.prompt_id]] += record.seconds
+        tokens_C[index[record.timed_as]] += record.num_tokens
+        seconds_C[index[record.timed_as]] += record.seconds
     return tokens_C, seconds_C
 
 

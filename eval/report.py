@@ -97,16 +97,16 @@ def contamination_text(row: Row) -> str:
     return MISSING if found is None else f"{found['num_overlapping']}/{found['num_prompts']}"
 
 
-def best_num_draft_tokens(curve: list[dict[str, Any]] | None) -> int | None:
+def best_num_draft_tokens(curve: list[dict[str, Any]] | None, survival: list[float]) -> int | None:
     """The number with the largest predicted speedup; 0 where none beats the target alone.
 
-    Only of numbers whose every position some round reached.
+    Only of numbers whose every position some round reached, and a round of one token gains nothing.
     """
-    known = [point for point in curve or [] if not point.get("extrapolated")]
+    known = (curve or [])[: len(survival)]
     if not known:
         return None
     best = max(known, key=lambda point: point["speedup"])
-    return best["num_draft_tokens"] if best["speedup"] > 1 else 0
+    return best["num_draft_tokens"] if best["speedup"] > 1 and best["tau"] > 1 else 0
 
 
 # fmt: off
@@ -200,7 +200,9 @@ def make_rows(record: Any, source: str, certificate: Mapping[str, Any] | None = 
         for name, task in valid["tasks"].items()
     ]
     for row in rows:
-        row["best_num_draft_tokens"] = best_num_draft_tokens(row["predicted_curve"])
+        row["best_num_draft_tokens"] = best_num_draft_tokens(
+            row["predicted_curve"], row["survival"]
+        )
     return name_settings(rows)
 
 

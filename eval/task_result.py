@@ -14,7 +14,9 @@ from recipes.schema import EvalSection
 MAX_PREDICTED = 16  # draft tokens up to which a record predicts
 
 
-def make_records(prompts: Sequence[Prompt], arm: Arm) -> list[metrics.PromptRecord]:
+def make_records(
+    prompts: Sequence[Prompt], arm: Arm, batch_size: int = 1
+) -> list[metrics.PromptRecord]:
     """An arm's answers as records; all of them, all their rounds."""
     records = []
     for turn in arm.turns:
@@ -31,6 +33,7 @@ def make_records(prompts: Sequence[Prompt], arm: Arm) -> list[metrics.PromptReco
                 alpha_sum=turn.decoded.alpha_sum,
                 alpha_count=turn.decoded.alpha_count,
                 seconds=turn.seconds,
+                batch=None if batch_size == 1 else turn.prompt_index // batch_size,
                 ends_inside_draft=bool(rounds) and rounds[-1].emitted == rounds[-1].accepted,
             )
         )
@@ -56,7 +59,8 @@ def make_task_result(
         oracle: the perfect drafter's arm, where it ran.
         times: of passes by size; the drafter's own under `name`.
     """
-    plain, records = make_records(task.prompts, baseline), make_records(task.prompts, arm)
+    size = section.batch_size
+    plain, records = (make_records(task.prompts, one, size) for one in (baseline, arm))
     rates = metrics.aggregate(records, section.seed)
     speed = metrics.speedup(plain, records, section.seed)
     split, plain_ms = ms_per_round(arm), _ms(baseline.total.decode, baseline.num_steps)
@@ -95,12 +99,14 @@ def make_task_result(
         ],
     }
     if oracle is not None:
-        perfect = metrics.speedup(plain, make_records(task.prompts, oracle), section.seed).speedup
+        ideal = make_records(task.prompts, oracle, size)
+        perfect = metrics.speedup(plain, ideal, section.seed).speedup
         result["oracle_speedup"] = perfect
         if perfect and speed.speedup is not None:
             result["oracle_share"] = speed.speedup / perfect
     chain = section.verification != "tree"  # a tree's costs are not those of a chain as deep
-    if chain and times is not None and rates["num_rounds"] and baseline.num_steps:
+    drafted = num_proposed(arm) > 0  # else nothing was seen of what drafting costs
+    if chain and times is not None and drafted and baseline.num_steps:
         result["predicted_curve"] = predicted_curve(baseline, arm, rates["survival"], times, name)
     return result
 

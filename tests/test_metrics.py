@@ -20,6 +20,9 @@ def timed(name: str, num_tokens: int, seconds: float, turn: int = 0) -> PromptRe
     return PromptRecord(name, None, turn, num_tokens=num_tokens, seconds=seconds)
 
 
+PAIRS = (("a", 0), ("b", 0), ("c", 1), ("d", 1))  # prompt, batch
+
+
 def test_p97_every_definition_under_its_own_name() -> None:
     result = aggregate([prompt("a", [3, 0, 1, 3, 2])])
     assert result["num_rounds"] == 5
@@ -146,6 +149,16 @@ def test_p102_rates_are_pooled_and_the_interval_is_paired() -> None:
     assert result.speedup_ci95 == pytest.approx([2.0, 2.0])
     assert result.baseline_tokens_per_second == pytest.approx(900 / 33.3)
     assert result.other_lengths == []
+
+
+def test_prompts_side_by_side_are_one_measurement_of_time() -> None:
+    """Two batches of two, 1x and 3x: whole batches are drawn, so the interval holds both."""
+    base = [PromptRecord(n, None, 0, num_tokens=8, seconds=3.0, batch=b) for n, b in PAIRS]
+    fast = [PromptRecord(n, None, 0, num_tokens=8, seconds=3.0 - 2 * b, batch=b) for n, b in PAIRS]
+    result = speedup(base, fast)
+    assert result.speedup == pytest.approx(1.5)  # 12 s against 3 + 3 + 1 + 1
+    assert result.speedup_ci95 == pytest.approx([1.0, 3.0])
+    assert speedup(base[:2], fast[:2]).speedup_ci95 is None  # one batch has no spread
 
 
 def test_speedup_without_time_or_pair() -> None:
