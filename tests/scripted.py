@@ -24,6 +24,7 @@ class ScriptedTarget:
         self.vocab_size, self.hidden_size = table_VV.shape[0], table_VV.shape[0]
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.tokenizer = byte_tokenizer()
+        self.config = SimpleNamespace(max_position_embeddings=4096)
         self.cost, self.num_passes = cost, 0
         self.seen_lengths: list[list[int]] = []  # of the cache, before each pass
 
