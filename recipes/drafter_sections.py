@@ -230,7 +230,9 @@ class Eagle1Section(LayeredSection):
     draft_vocab_size: None = Field(default=None, description="all: the head is the target's")
     aux_layers: None = Field(default=None, description="none: EAGLE-1 reads the last state")
     init: Literal["random", "target"] = Field(
-        default="random", description="layer and fc: random as EAGLE-1, or from target (warm start)"
+        default="random",
+        description="layer and fc: random as EAGLE-1, or from target, whose last layer gives states "
+        "before the final norm: slow to learn where their scale is not a feature's",
     )
     feature_weight: NotNegative = Field(
         default=10.0,
