@@ -231,8 +231,8 @@ class Eagle1Section(LayeredSection):
     aux_layers: None = Field(default=None, description="none: EAGLE-1 reads the last state")
     init: Literal["random", "target"] = Field(
         default="random",
-        description="layer and fc: random as EAGLE-1, or from target, whose last layer gives states "
-        "before the final norm: slow to learn where their scale is not a feature's",
+        description="layer and fc: random as EAGLE-1, or from target, whose last layer gives "
+        "states before the final norm: slow to learn where their scale is not a feature's",
     )
     feature_weight: NotNegative = Field(
         default=10.0,
