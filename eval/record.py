@@ -113,7 +113,6 @@ class PredictedPoint(TypedDict):
     num_draft_tokens: Count
     speedup: FiniteFloat
     tau: FiniteFloat
-    extrapolated: NotRequired[bool]  # no round reached the last position: its acceptance is guessed
 
 
 class Contamination(TypedDict):

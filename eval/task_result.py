@@ -105,7 +105,7 @@ def make_task_result(
         if perfect and speed.speedup is not None:
             result["oracle_share"] = speed.speedup / perfect
     chain = section.verification != "tree"  # a tree's costs are not those of a chain as deep
-    drafted = num_proposed(arm) > 0  # else nothing was seen of what drafting costs
+    drafted = round(mean_proposed(arm)) > 0  # else nothing was seen of what drafting costs
     if chain and times is not None and drafted and baseline.num_steps:
         result["predicted_curve"] = predicted_curve(baseline, arm, rates["survival"], times, name)
     return result
@@ -128,10 +128,9 @@ def cost_ratio(arm: Arm, plain_ms: float | None) -> float | None:
 
     A step of a batch proposes once for all its rows, so the mean proposal of a row counts.
     """
-    rounds = [r.proposed for answer in arm.answers for r in answer.rounds]
-    if not sum(rounds) or not plain_ms or not arm.num_steps:
+    proposed = mean_proposed(arm)
+    if not proposed or not plain_ms or not arm.num_steps:
         return None
-    proposed = sum(rounds) / len(rounds)
     return 1000 * arm.total.draft / arm.num_steps / proposed / plain_ms
 
 
@@ -140,28 +139,31 @@ def loop_ms(arm: Arm) -> float:
     return 1000 * (arm.total.sampling + arm.total.bookkeeping) / arm.num_steps
 
 
-def num_proposed(arm: Arm) -> int:
-    """Tokens proposed a round, in the mean and rounded: what the arm's times are those of."""
+def mean_proposed(arm: Arm) -> float:
+    """Tokens proposed a round; rounded, what the arm's times are those of."""
     proposed = [r.proposed for answer in arm.answers for r in answer.rounds]
-    return round(sum(proposed) / len(proposed)) if proposed else 0
+    return sum(proposed) / len(proposed) if proposed else 0.0
 
 
 def loop_costs(baseline: Arm, arm: Arm, times: PassTimes, name: str) -> theory.Costs:
     """What the parts of a round cost in the loop, for any number of draft tokens.
 
-    The loop ran with none and with as many as the drafter proposed (`num_proposed`); from there to
+    The loop ran with none and with as many as the drafter proposed (`mean_proposed`); from there to
     other numbers the proportions of passes timed by themselves lead. Their level is not that of
     the loop: there caches are longer and other passes come in between. Where hardly anything was
     proposed, the arm's rounds say nothing of drafting.
     """
-    num_draft = num_proposed(arm)
+    num_draft = round(mean_proposed(arm))
     plain, steps = 1000 * baseline.total.verify / baseline.num_steps, arm.num_steps
     verify, draft = 1000 * arm.total.verify / steps, 1000 * arm.total.draft / steps
-    drafted = num_draft > 0
+    verify_ms, draft_ms, loop = {1: plain}, dict[int, float](), {0: loop_ms(baseline)}
+    if num_draft:
+        verify_ms[num_draft + 1], draft_ms[num_draft] = verify, draft
+        loop[num_draft] = loop_ms(arm)
     return theory.Costs(
-        theory.brought_to(times.verify, {1: plain} | ({num_draft + 1: verify} if drafted else {})),
-        theory.brought_to(times.draft[name], {num_draft: draft} if drafted else {}),
-        {0: loop_ms(baseline)} | ({num_draft: loop_ms(arm)} if drafted else {}),
+        theory.brought_to(times.verify, verify_ms),
+        theory.brought_to(times.draft[name], draft_ms),
+        loop,
     )
 
 
@@ -171,12 +173,7 @@ def predicted_curve(
     """Speedup and tau predicted for other numbers of draft tokens, beside what was measured."""
     costs = loop_costs(baseline, arm, times, name)
     return [
-        {
-            "num_draft_tokens": p.num_draft_tokens,
-            "speedup": p.speedup,
-            "tau": p.tau,
-            "extrapolated": p.extrapolated,
-        }
+        {"num_draft_tokens": p.num_draft_tokens, "speedup": p.speedup, "tau": p.tau}
         for p in theory.predict(costs, survival, MAX_PREDICTED)
     ]
 
