@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -201,10 +200,15 @@ def _recipe_without_file(target: str, overrides: list[str]) -> Recipe:
         raise UserError(describe_errors(error, Recipe, "(none)", keys)) from error
 
 
+def _written(points: list[Point]) -> dict[Path, int]:
+    """When each result that is there was written."""
+    return {p.path: p.path.stat().st_mtime_ns for p in points if p.path.is_file()}
+
+
 def measure_all(points: list[Point], plan: Plan, force: bool) -> None:
     """Measure what is not there yet, and say where everything lies."""
     tasks = load_tasks(plan)
-    todo, started = points if force else find_todo(points, tasks), time.time()
+    todo, before = points if force else find_todo(points, tasks), _written(points)
     for point in points:
         if point not in todo:
             print(f"{point.path} is up to date (--force measures again)")
@@ -212,8 +216,8 @@ def measure_all(points: list[Point], plan: Plan, force: bool) -> None:
         run_points(todo, tasks)
     except KeyboardInterrupt:
         if force:
-            new = [p for p in points if p.path.is_file() and p.path.stat().st_mtime >= started]
-            said = f"{len(new)} of {len(points)} results are measured again; the others are as "
+            num_new = len(_written(points).items() - before.items())
+            said = f"{num_new} of {len(points)} results are measured again; the others are as "
             said += "they were, and the same command begins anew"
         else:
             num_done = len(points) - len(find_todo(points, tasks))

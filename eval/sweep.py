@@ -138,9 +138,9 @@ def run_points(points: Sequence[Point], tasks: Sequence[Task]) -> None:
     checks = check_in_float32(list(groups.values()), tasks)
     recipe = points[0].plan.recipe
     target = load_target(recipe)
+    kwargs, max_new_tokens = recipe.data.template_kwargs, recipe.eval.max_new_tokens
     for task in tasks:  # what does not fit is said before anything is measured
-        kwargs = recipe.data.template_kwargs
-        render_all(target, task.prompts, kwargs, recipe.eval.max_new_tokens)
+        render_all(target, task.prompts, kwargs, max_new_tokens)
     times: dict[int, PassTimes] = {}
     for key, group in groups.items():
         plan, size = group[0].plan, group[0].plan.recipe.eval.batch_size
