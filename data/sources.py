@@ -99,7 +99,7 @@ class JsonLines(Sequence[Any]):
             line = file.read(self._sizes[index])
         try:
             row = json.loads(line.decode("utf-8-sig"))
-            if b"\\u" in line:  # half a surrogate pair is no character
+            if b"\\ud" in line.lower():  # half a surrogate pair is no character
                 json.dumps(row, ensure_ascii=False).encode()
             return row
         except UnicodeError:
