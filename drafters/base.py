@@ -212,6 +212,11 @@ class TrainedDrafter(nn.Module, DecodingDrafter):
     def head_weights(self) -> Sequence[Head]:
         """The head [D, W]; one for all depths, or one for each."""
 
+    def vocabulary_weights(self) -> list[nn.Parameter]:
+        """Its own weights with a row a token, which a recipe may leave as they came."""
+        own = dict(self.named_parameters()).get("lm_head.weight")
+        return [] if own is None else [own]
+
     def compile_training(self, mode: str, key: str) -> None:
         """Run the parts between attention and gathers through torch.compile, in training alone.
 

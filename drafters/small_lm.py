@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -128,6 +128,11 @@ class SmallLM(TrainedDrafter):
                 f"the drafter has {self.config.vocab_size} tokens, the target {target.name} has "
                 f"{target.vocab_size}: a small LM needs the target's vocabulary"
             )
+
+    def vocabulary_weights(self) -> list[nn.Parameter]:
+        """The embedding and, where it is not tied, the head with its bias."""
+        embedding = list(self.lm.get_input_embeddings().parameters())
+        return embedding if self.tied else embedding + list(self.lm.lm_head.parameters())
 
     # The head: linear in what `states` gives, also where the model scales or shifts its logits.
 

@@ -46,13 +46,18 @@ class LanguageModelSection(Section):
     head_dim: Count | None = Field(
         default=None, description="init fresh: width of a head; null = the target's"
     )
+    train_vocabulary: bool = Field(
+        default=True,
+        description="train the embedding and the head; false = both stay as they came, and a step "
+        "takes less time and memory",
+    )
     draft_vocab_size: None = Field(default=None, description="all: engines know no other")
     aux_layers: None = Field(default=None, description="none: it reads tokens alone")
 
     @property
     def trains_head(self) -> bool:
-        """It has a head of its own."""
-        return True
+        """With it the embedding, often the same weights."""
+        return self.train_vocabulary
 
     def default_aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """None of the target's states are read."""
@@ -73,6 +78,10 @@ class LanguageModelSection(Section):
         for name, init in belongs.items():
             if fields[name] is not None and self.init != init:
                 raise ValueError(f"{name} belongs to init: {init}; init is {self.init}")
+        if self.init == "fresh" and not self.train_vocabulary:
+            raise ValueError(
+                "train_vocabulary: false with init: fresh is a head of chance that never learns"
+            )
         if self.init == "checkpoint" and self.model is None:
             raise ValueError("init: checkpoint needs model: a hub id or a folder")
         if self.init == "checkpoint" and self.num_layers is not None:

@@ -30,6 +30,8 @@ from tests.tiny_exports import ORIGIN, ROOT, edit_config, edit_tensors
 from tests.tiny_targets import tiny_model, tiny_target
 from train.distiller import Distiller
 from train.loop import with_states
+from train.optim import param_groups
+from train.plan import sizes_of
 
 KINDS = ["llama", "qwen3", "gemma3", "mistral"]
 WHOLE = full_vocab(264)
@@ -140,6 +142,7 @@ def test_architecture_that_caps_its_logits_is_refused() -> None:
         ({"init": "fresh", "keep_layers": [0]}, "keep_layers belongs to init: layers"),
         ({"init": "checkpoint"}, "init: checkpoint needs model"),
         ({"init": "checkpoint", "model": "a/b", "num_layers": 1}, "num_layers is the checkpoint's"),
+        ({"init": "fresh", "train_vocabulary": False}, "a head of chance that never learns"),
         ({"keep_layers": [1, 0]}, "not ascending"),
         ({"keep_layers": [0, 1], "num_layers": 3}, "num_layers=3, but keep_layers names 2"),
     ],
@@ -382,6 +385,38 @@ def test_distilled_on_the_targets_law_it_comes_closer() -> None:
         optimizer.step()
         alphas.append(float(sums["alpha_sum"].sum() / sums["num_positions"].sum()))
     assert alphas[-1] > alphas[0] + 0.1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_vocabulary_that_is_not_trained_stays_as_it_came(tied: bool, parallel: bool) -> None:
+    target = tiny_target("qwen3", tie_word_embeddings=tied)
+    form: dict[str, Any] = {"mask_token_id": 5} if parallel else {}
+    drafter = build(target, num_layers=1, train_vocabulary=False, **form).train()
+    distiller = Distiller(drafter, LossSection(num_steps=2 if parallel else 1), WHOLE)
+    distiller.use_target(target)
+    before = {name: weight.detach().clone() for name, weight in drafter.named_parameters()}
+    groups = param_groups(distiller, weight_decay=0.5)
+    optimizer = torch.optim.AdamW(groups, 1e-2)
+    distiller(batch_of(target, [30, 24]))[0].backward()
+    optimizer.step()
+    same = {name for name, w in drafter.named_parameters() if torch.equal(w, before[name])}
+    names = {"lm.model.embed_tokens.weight"} | (set() if tied else {"lm.lm_head.weight"})
+    assert same == names
+    assert {id(w) for w in drafter.vocabulary_weights()} == {
+        id(dict(drafter.named_parameters())[name]) for name in names
+    }
+
+
+def test_plan_counts_a_frozen_vocabulary_as_not_trained() -> None:
+    changes = ["drafter={method: small_lm, num_layers: 1}", "loss.num_steps=1"]
+    whole = sizes_of(load_recipe(ROOT / "recipes" / "smoke.yaml", changes))
+    frozen = sizes_of(
+        load_recipe(ROOT / "recipes" / "smoke.yaml", [*changes, "drafter.train_vocabulary=false"])
+    )
+    assert whole.shape.num_trained == whole.shape.num_parameters == frozen.shape.num_parameters
+    assert frozen.shape.num_trained == frozen.shape.num_parameters - frozen.num_head
+    assert frozen.num_head > 0
 
 
 @pytest.mark.parametrize("capture", ["generate", "pass"])

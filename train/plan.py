@@ -56,8 +56,8 @@ def sizes_of(recipe: Recipe, on_gpu: bool | None = None, num_local: int | None =
     aux = tuple(recipe.drafter.aux_layers or recipe.drafter.default_aux_layers(n))
     D = recipe.drafter.draft_vocab_size or vocab
     drafter = build_on_meta(recipe.drafter, fields, aux, D)
-    counts = {name: p.numel() for name, p in drafter.named_parameters()}
-    total, head = sum(counts.values()), counts.get("lm_head.weight", 0)
+    total = sum(weight.numel() for weight in drafter.parameters())
+    head = sum(weight.numel() for weight in drafter.vocabulary_weights())
     section, data = recipe.train, recipe.data
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if num_local is None:

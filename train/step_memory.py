@@ -141,9 +141,8 @@ def _run(recipe: Recipe, shape: Shape) -> int:
     drafter.use_target(target)
     if isinstance(section, BlockSection):
         drafter.num_anchors = section.num_anchors
-    for name, parameter in drafter.named_parameters():
-        if name == "lm_head.weight":
-            parameter.requires_grad_(section.trains_head)
+    for weight in drafter.vocabulary_weights():
+        weight.requires_grad_(section.trains_head)
     distiller = Distiller(drafter, recipe.loss, DraftVocab(torch.arange(D), V))
     distiller.use_target(target)
     if recipe.train.activation_checkpointing:
