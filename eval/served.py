@@ -34,7 +34,7 @@ from eval.engines import (
     start_vllm,
 )
 from eval.record import ResultRecord
-from eval.results import Plan, make_settings
+from eval.results import Plan, export_hash, make_settings
 from eval.served_record import ArmRun, TaskRun, make_record
 from eval.tasks import Task
 from recipes.errors import UserError
@@ -84,6 +84,8 @@ def bench_served(plan: Plan, tasks: Sequence[Task], options: ServeOptions) -> li
     for temperature in plan.recipe.eval.temperatures:
         for concurrency in options.concurrency:
             record = make_record(plan, tasks, drafted, baseline, temperature, concurrency)
+            if options.server is None:  # else it drafts with whatever it was started with
+                record["identity"]["drafter_hash"] = export_hash(plan.export)
             path = served_path(plan, record)
             write_json(path, record)
             paths.append(path)

@@ -1,6 +1,8 @@
 """eval/served.py on local servers: a served record has the definitions of every other record."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ from data.target import Target
 from data.vocab import full_vocab
 from drafters.methods import build_drafter
 from drafters.vllm_format import TargetInfo, save
+from eval.engines import Server, attach
 from eval.record import validate
 from eval.report import make_rows
-from eval.results import Plan
+from eval.results import Plan, export_hash
 from eval.served import (
     ServeOptions,
     bench_served,
@@ -93,6 +96,7 @@ def test_record_of_vllm_has_our_counts_and_the_engines_beside_them(run_dir, tmp_
     assert record["settings"]["engine"] == "vllm 0.32.0"
     assert record["settings"]["batch_size"] == 1
     assert record["identity"]["versions"]["vllm"] == "0.32.0"
+    assert "drafter_hash" not in record["identity"]  # the server may have been started with others
     assert (task["num_rounds"], task["num_proposed"], task["num_accepted"]) == (
         4 * ROUNDS,
         4 * PROPOSED,
@@ -125,6 +129,28 @@ def test_record_of_vllm_has_our_counts_and_the_engines_beside_them(run_dir, tmp_
     assert served["output_tokens_per_second"] == pytest.approx(36 / 0.25)
     assert served["throughput_speedup"] == pytest.approx(41 / 25)
     assert make_rows(validate(record), "x")[0]["engine"] == "vllm 0.32.0"
+
+
+def test_record_of_a_server_started_with_the_export_names_its_weights(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags: list[list[str]] = []
+
+    @contextmanager
+    def start(_command: str, _model: str, given: list[str], _log: Path) -> Iterator[Server]:
+        flags.append(given)
+        drafts = "--speculative-config" in given
+        with serving(Stub() if drafts else Stub(steps=None)) as url:
+            yield attach("vllm", url)
+
+    monkeypatch.setattr("eval.served.start_vllm", start)
+    (path,) = bench_served(make_plan(run_dir, tmp_path), [make_task()], ServeOptions(engine="vllm"))
+    identity = json.loads(path.read_text())["identity"]
+    assert identity["drafter_hash"] == export_hash(run_dir / "export")
+    drafting, plain = flags
+    config = json.loads(drafting[drafting.index("--speculative-config") + 1])
+    assert config["model"] == str(run_dir / "export")
+    assert "--speculative-config" not in plain
 
 
 def test_each_concurrency_and_temperature_is_a_record(run_dir, tmp_path):
