@@ -207,8 +207,3 @@ def mean(values: Bounded) -> float:
 def ahead(ours: Bounded, theirs: Bounded) -> bool:
     """Whether on every task our whole interval lies above theirs."""
     return all(ours[task][1] > theirs[task][2] for task in ours)
-
-
-def behind(ours: Bounded, theirs: Bounded) -> bool:
-    """Whether on every task our whole interval lies below theirs."""
-    return ahead(theirs, ours)

@@ -1,14 +1,16 @@
 """The study as Markdown: tables of its numbers, and advice that follows from them by rule."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recipes.errors import UserError
-from tests.benchmarks.study_numbers import Bounded, ahead, behind, mean, tau_gain
+from tests.benchmarks.study_numbers import Bounded, ahead, mean, tau_gain
 
 BEGIN, END = "<!-- study: begin -->", "<!-- study: end -->"
 
 Arm = Mapping[str, Any]
+Compare = Callable[[str, str], bool]
+"""Whether the arm of the first name is ahead of the other's on every task."""
 
 
 def insert(text: str, section: str, where: str) -> str:
@@ -81,10 +83,20 @@ def to_markdown(study: Mapping[str, Any], curves: str) -> str:
 
 
 def advice(study: Mapping[str, Any]) -> list[str]:
-    """One sentence a question. A difference counts where intervals are apart on every task."""
+    """One sentence a question. What counts is a difference on every task.
+
+    Of tau the interval of the difference, prompt by prompt; of speed intervals that are apart.
+    """
     arms, numbers = study["arms"], [str(num) for num in study["speed"]["num_draft_tokens"]]
     taus = {name: arm["tau"] for name, arm in arms.items()}
-    lines = [_first(arms, taus, "Most tokens a round", " tokens a round")]
+
+    def more(one: str, other: str) -> bool:
+        return all(low > 0 for _, low, _ in _gains(arms[one], arms[other]).values())
+
+    def faster(known: Mapping[str, Bounded]) -> Compare:
+        return lambda one, other: ahead(known[one], known[other])
+
+    lines = [_first(arms, taus, more, "Most tokens a round", " tokens a round")]
     speeds = {num: speedups(arms, num) for num in numbers}
     for num, known in speeds.items():
         drafted = f"at {num} draft token{'' if num == '1' else 's'}"
@@ -94,18 +106,29 @@ def advice(study: Mapping[str, Any]) -> list[str]:
         gains = [n for n, v in known.items() if all(low > 1 for _, low, _ in v.values())]
         losses = [n for n, v in known.items() if all(high < 1 for *_, high in v.values())]
         lines += [
-            _first(arms, known, f"Fastest on this machine {drafted}", "x"),
+            _first(arms, known, faster(known), f"Fastest on this machine {drafted}", "x"),
             f"Faster than the target alone on every task, {drafted}: {_listed(gains)}; slower: "
             f"{_listed(losses)}; not timed: {_listed([n for n in arms if n not in known])}.",
         ]
     for question, names in study["contrasts"].items():
-        measured = {"tau": taus} | {f"speedup at {num}": known for num, known in speeds.items()}
-        lines += [
-            f"{question[0].upper()}{question[1:]}: {_contrast(measured, names[0], other)}"
-            for other in names[1:]
-            if names[0] in arms and other in arms
-        ]
+        one, title = names[0], question[0].upper() + question[1:]
+        for other in names[1:]:
+            if one not in arms or other not in arms:
+                continue
+            gains = (f"{t} {_signed(g)}" for t, g in _gains(arms[one], arms[other]).items())
+            said = [f"{_compared('tau', taus, more, one, other)} ({', '.join(gains)})"]
+            said += [
+                _compared(f"speedup at {num}", known, faster(known), one, other)
+                for num, known in speeds.items()
+                if one in known and other in known
+            ]
+            lines.append(f"{title}: {one} and {other}: {'; '.join(said)}.")
     return lines
+
+
+def _gains(one: Arm, other: Arm) -> Bounded:
+    """Task -> how much more tokens a round has, on the same prompts."""
+    return {task: tau_gain(other["sums"][task], sums) for task, sums in one["sums"].items()}
 
 
 def speedups(arms: Mapping[str, Arm], num: str) -> dict[str, Bounded]:
@@ -117,33 +140,25 @@ def speedups(arms: Mapping[str, Arm], num: str) -> dict[str, Bounded]:
     }
 
 
-def _first(arms: Mapping[str, Arm], values: Mapping[str, Bounded], title: str, unit: str) -> str:
+def _first(
+    arms: Mapping[str, Arm], values: Mapping[str, Bounded], is_ahead: Compare, title: str, unit: str
+) -> str:
     best, *rest = sorted(values, key=lambda name: -mean(values[name]))
     head = f"{title}: {best}, {mean(values[best]):.2f}{unit}"
-    rivals = [name for name in rest if not ahead(values[best], values[name])]
+    rivals = [name for name in rest if not is_ahead(best, name)]
     if not rivals:
-        return f"{head}, its intervals above those of all others."
+        return f"{head}, ahead of all others."
     light = min([best, *rivals], key=lambda name: arms[name]["num_params"])
-    return (
-        f"{head}; its intervals are not apart from those of {_listed(rivals)}. Of these {light} "
-        "has the fewest weights."
-    )
+    return f"{head}; not apart from {_listed(rivals)}. Of these {light} has the fewest weights."
 
 
-def _contrast(measured: Mapping[str, Mapping[str, Bounded]], one: str, other: str) -> str:
-    said = []
-    for what, known in measured.items():
-        if one not in known or other not in known:
-            continue
-        ours, theirs = known[one], known[other]
-        values = f"{what} {mean(ours):.2f} and {mean(theirs):.2f}"
-        if ahead(ours, theirs):
-            said.append(f"{values}, {one} is ahead")
-        elif behind(ours, theirs):
-            said.append(f"{values}, {other} is ahead")
-        else:
-            said.append(f"{values}, not apart")
-    return f"{one} and {other}: {'; '.join(said)}."
+def _compared(
+    what: str, known: Mapping[str, Bounded], is_ahead: Compare, one: str, other: str
+) -> str:
+    values = f"{what} {mean(known[one]):.2f} and {mean(known[other]):.2f}"
+    if is_ahead(one, other):
+        return f"{values}, {one} is ahead"
+    return f"{values}, {other} is ahead" if is_ahead(other, one) else f"{values}, not apart"
 
 
 def _by_tau(arms: Mapping[str, Arm]) -> list[Arm]:
@@ -161,6 +176,10 @@ def _listed(names: Sequence[str]) -> str:
 
 def _bounded(value: Sequence[float]) -> str:
     return f"{value[0]:.2f} [{value[1]:.2f}, {value[2]:.2f}]"
+
+
+def _signed(value: Sequence[float]) -> str:
+    return f"{value[0]:+.2f} [{value[1]:+.2f}, {value[2]:+.2f}]"
 
 
 def _by_task(values: Bounded, tasks: Sequence[str]) -> list[str]:
