@@ -17,12 +17,14 @@ SCRIPTS = ("base.js", "table.js", "charts.js", "panels.js", "rounds.js")  # each
 DIGITS = 4  # of p and q in samples
 
 
-def make_samples(record: Any, source: str, also: str | None = None) -> list[dict[str, Any]]:
+def make_samples(
+    record: Any, source: str, also: str | None = None, weights: str | None = None
+) -> list[dict[str, Any]]:
     """A valid record's samples for the round viewer, labelled with its drafter and settings.
 
     Args:
         source: the record's file, for error messages.
-        also: the settings that its rows name.
+        also, weights: the settings and the weights that its rows name.
 
     Returns:
         [{"label", "verification", "prompt", "rounds": [{"accepted": [text], "rejected": [text],
@@ -33,9 +35,9 @@ def make_samples(record: Any, source: str, also: str | None = None) -> list[dict
         UserError: a sample has another shape.
     """
     settings = record["settings"]
-    label = f"{drafter_text(record['identity'] | settings)}, T={settings['temperature']:g}, "
-    label += f"K={settings['num_draft_tokens']}, batch {settings['batch_size']}"
-    label += f", {also}" if also else ""
+    drafter = drafter_text(record["identity"] | settings | {"weights": weights})
+    label = f"{drafter}, T={settings['temperature']:g}, K={settings['num_draft_tokens']}"
+    label += f", batch {settings['batch_size']}" + (f", {also}" if also else "")
     shared = {"label": label, "verification": settings["verification"]}
     try:
         return [

@@ -75,8 +75,12 @@ def main() -> None:
     if not rows:
         raise UserError("the results hold no task; run eval/bench.py with --tasks")
     rows = sort_rows(name_settings(rows))
-    named = {row["source"]: row["settings"] for row in rows}
-    samples = [s for name, r in records.items() for s in make_samples(r, name, named.get(name))]
+    named = {row["source"]: (row["settings"], row["weights"]) for row in rows}
+    samples = [
+        sample
+        for name, record in records.items()
+        for sample in make_samples(record, name, *named.get(name, ()))
+    ]
     definitions = {column.key: column.definition for column in used_columns(rows)}
     board = {"schema": 1, "order": ORDER, "definitions": definitions, "rows": rows}
     texts = [json_text(board), to_markdown(rows), to_html(rows, samples)]

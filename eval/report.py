@@ -61,10 +61,15 @@ def value_of(key: str, spec: str = "", unit: str = "") -> Callable[[Row], str]:
 
 
 def drafter_text(row: Mapping[str, Any]) -> str:
-    """The drafter's name, with method and way of drafting where they are not said or not usual."""
+    """The drafter's name, with method and way of drafting where they are not said or not usual.
+
+    Args:
+        row: or a record's identity and settings; `weights` of it is as in name_settings.
+    """
     name, method = row["drafter"], row["method"]
     text = name if method in name else f"{name} ({method})"
-    return ", ".join(word for word in (text, drafting_text(row)) if word)
+    weights = row.get("weights") and f"weights {row['weights']}"
+    return ", ".join(word for word in (text, weights, drafting_text(row)) if word)
 
 
 def time_split(row: Row) -> dict[str, float | None]:

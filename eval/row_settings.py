@@ -57,12 +57,18 @@ def compared_at(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_settings(rows: Iterable[Row]) -> list[Row]:
-    """The rows, each with `settings`: the text of what is not usual in it, None for nothing.
+    """The rows, each with what tells it from others that its names do not tell it from.
 
-    That is all of `compared_at` that has a default; of the rest, what differs among the rows of
-    its target.
+    `settings`: the text of what is not usual in it, None for nothing. That is all of `compared_at`
+    that has a default; of the rest, what differs among the rows of its target.
+    `weights`: the first letters of their hash, None where it is not known, or all rows of the
+    drafter's name that know theirs have the same.
     """
     rows = list(rows)
+    hashes: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        if row["drafter_hash"] is not None:
+            hashes.setdefault((row["target"], row["drafter"]), set()).add(row["drafter_hash"])
     keys = {key for row in rows for key in row["compared_at"]}
     found: dict[tuple[str, str], set[str]] = {}
     for row in rows:
@@ -76,6 +82,8 @@ def name_settings(rows: Iterable[Row]) -> list[Row]:
             f"{key} {_text(at.get(key), key)}" for key in sorted(varied | DEFAULTS.keys() & at)
         ]
         row["settings"] = ", ".join(words) or None
+        several = len(hashes.get((row["target"], row["drafter"]), ())) > 1
+        row["weights"] = row["drafter_hash"][:HASH] if several and row["drafter_hash"] else None
     return rows
 
 

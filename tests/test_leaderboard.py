@@ -378,6 +378,28 @@ def test_certificate_of_another_target_or_weights_is_not_shown(
     assert (find_certificate(tmp_path / "drafter_T1.json", record) is not None) == shown
 
 
+def test_two_exports_of_one_name_are_told_apart_by_their_weights(tmp_path: Path):
+    hashes = {"a.json": "0123456789abcdef", "b.json": "fedcba9876543210", "served.json": None}
+    for name, weights in hashes.items():
+        record = copy.deepcopy(RECORDS["head-t1.json"]) | {"samples": [SAMPLE]}
+        record["identity"] |= {"drafter_hash": weights}
+        (tmp_path / name).write_text(json.dumps(record))
+    (tmp_path / "lookup.json").write_text(json.dumps(RECORDS["lookup-t1.json"]))
+    done = run(tmp_path, "--out", tmp_path / "report")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = json.loads((tmp_path / "report/leaderboard.json").read_text())["rows"]
+    shown = {Path(row["source"]).name: row["weights"] for row in rows}
+    assert shown == {
+        "a.json": "01234567", "b.json": "fedcba98", "served.json": None, "lookup.json": None
+    }  # fmt: skip
+    for view in ("leaderboard.md", "leaderboard.html"):
+        text = (tmp_path / "report" / view).read_text()
+        assert "weights 01234567" in text and "weights fedcba98" in text, view
+    one = run(tmp_path / "a.json", tmp_path / "lookup.json", "--out", tmp_path / "one")
+    assert one.returncode == 0
+    assert "weights 0123" not in (tmp_path / "one/leaderboard.md").read_text()
+
+
 def test_damaged_certificate_is_named(tmp_path: Path):
     (tmp_path / "drafter_T1.json").write_text(json.dumps(RECORDS["head-t1.json"]))
     (tmp_path / "certificate_drafter.json").write_text('{"passed": true}')
