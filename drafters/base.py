@@ -213,7 +213,7 @@ class TrainedDrafter(nn.Module, DecodingDrafter):
         """The head [D, W]; one for all depths, or one for each."""
 
     def vocabulary_weights(self) -> list[nn.Parameter]:
-        """Its own weights with a row a token, which a recipe may leave as they came."""
+        """What `trains_head` of a recipe's section trains or leaves as it came."""
         own = dict(self.named_parameters()).get("lm_head.weight")
         return [] if own is None else [own]
 

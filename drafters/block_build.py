@@ -72,7 +72,6 @@ def initialize(drafter: DFlash, section: BlockSection, target: Target) -> None:
     if drafter.lm_head is not None:
         rows_D = drafter.draft_ids_D.to(target.device)
         drafter.lm_head.weight.copy_(target.head_weight_VH[rows_D])
-        drafter.lm_head.weight.requires_grad_(section.train_head)
 
 
 def initialize_dspark(drafter: DSpark, section: DSparkSection, target: Target) -> None:

@@ -64,7 +64,6 @@ def initialize(drafter: Eagle3, section: EagleLayers, target: Target) -> None:
         drafter.norm.weight.copy_(norm_weight(target.decoder.norm))
     if section.init == "target":
         _warm_start(drafter, target)
-    drafter.lm_head.weight.requires_grad_(section.train_head)
 
 
 def _warm_start(drafter: Eagle3, target: Target) -> None:

@@ -142,5 +142,7 @@ def build_drafter(
                     nn.init.zeros_(module.bias)
         drafter.d2t.copy_(vocab.d2t)
         method.initialize(drafter, section, target)
+    for weight in drafter.vocabulary_weights():
+        weight.requires_grad_(section.trains_head)
     drafter.to(target.device).use_target(target)
     return drafter

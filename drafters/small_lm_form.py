@@ -125,8 +125,6 @@ def initialize(drafter: SmallLM, section: LanguageModelSection, target: Target) 
         _take(drafter, target.model.state_dict(), "target", _source_name(section, target))
     elif section.init == "checkpoint":
         _take_checkpoint(drafter, section, target)
-    for weight in drafter.vocabulary_weights():
-        weight.requires_grad_(section.train_vocabulary)
 
 
 def _source_name(section: LanguageModelSection, target: Target) -> Callable[[str], str]:

@@ -15,7 +15,7 @@ from data.batch import Batch, Row, collate
 from data.json_lines import read_lines
 from data.pipeline import prepare
 from data.target import Target
-from data.vocab import full_vocab
+from data.vocab import DraftVocab, full_vocab
 from drafters.anchors import choose_anchors
 from drafters.base import Sampling
 from drafters.drafting import Draft
@@ -23,6 +23,7 @@ from drafters.methods import build_drafter, build_on_meta
 from drafters.small_lm import ChainKeys, Pard, SmallLM
 from drafters.small_lm_form import layers_kept
 from drafters.vllm_format import TargetInfo, load, save
+from recipes.drafter_sections import DFlashSection, Eagle3Section
 from recipes.errors import UserError
 from recipes.lm_sections import PardSection, SmallLMSection
 from recipes.schema import LossSection, load_recipe
@@ -406,6 +407,18 @@ def test_vocabulary_that_is_not_trained_stays_as_it_came(tied: bool, parallel: b
     assert {id(w) for w in drafter.vocabulary_weights()} == {
         id(dict(drafter.named_parameters())[name]) for name in names
     }
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_head_of_any_drafter_learns_where_the_recipe_says_so(trained: bool) -> None:
+    target = tiny_target("qwen3", num_hidden_layers=4)
+    vocab = DraftVocab(torch.arange(3, 103), target.vocab_size)
+    for section in (
+        Eagle3Section(train_head=trained, draft_vocab_size=100),
+        DFlashSection(train_head=trained, draft_vocab_size=100, mask_token_id=5),
+    ):
+        drafter = build_drafter(section, target, (1, 2, 3), vocab, seed=0)
+        assert drafter.get_parameter("lm_head.weight").requires_grad == trained, section.method
 
 
 def test_plan_counts_a_frozen_vocabulary_as_not_trained() -> None:
