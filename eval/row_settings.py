@@ -57,7 +57,7 @@ def compared_at(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_settings(rows: Iterable[Row]) -> list[Row]:
-    """The rows, each with what tells it from others that its names do not tell it from.
+    """The rows, each with what tells it from others of its names.
 
     `settings`: the text of what is not usual in it, None for nothing. That is all of `compared_at`
     that has a default; of the rest, what differs among the rows of its target.
