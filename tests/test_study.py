@@ -13,12 +13,14 @@ import torch
 
 from data.batch import Batch, Row
 from data.hidden_states import StateStore, capture_pass, manifest_of
+from data.pipeline import data_dir, prepare
 from data.target import Target
 from drafters.lookup import Lookup
 from eval.metrics import PromptRecord
 from recipes.errors import UserError
 from recipes.schema import TargetSection
 from tests.benchmarks import study, study_numbers, study_plot, study_table, study_text
+from tests.benchmarks.study_heldout import heldout_rows
 
 TABLE = """
 recipe:
@@ -42,6 +44,7 @@ recipe:
     max_new_tokens: 8
     drafters: [drafter]
   log: {every: 1}
+heldout: 0
 arms:
   lookup: {eval: {drafters: [lookup]}}
   eagle3: {drafter: {method: eagle3, draft_vocab_size: 128}}
@@ -100,6 +103,7 @@ def study_of(arms: list[dict[str, Any]], contrasts: dict[str, list[str]]) -> dic
         "target": "a target",
         "num_rows": 100,
         "num_train_tokens": 2000,
+        "num_heldout_rows": 40,
         "num_draft_tokens": 2,
         "speed": {"tasks": ["chat:5"], "num_draft_tokens": [1, 2]},
         "contrasts": contrasts,
@@ -308,6 +312,35 @@ def test_stored_states_serve_any_of_their_layers(tmp_path: Path) -> None:
     assert none.get("b").aux_SF.shape == (3, 0)
     other = StateStore(tmp_path, manifest_of(target, (0, 1), "float32"))
     assert other.missing(["a", "b"]) == ["a", "b"]
+
+
+def test_prompts_left_without_answers_are_held_out(tmp_path: Path) -> None:
+    path = tmp_path / "table.yaml"
+    path.write_text(TABLE)
+    recipe = study_table.read_table(path, 1, tmp_path).arms["eagle3"]
+    target = Target.load(recipe.target)
+    prepared = prepare(recipe, target)
+    answers = data_dir(recipe) / "responses.jsonl"
+    lines = answers.read_text().splitlines(keepends=True)
+    answers.write_text("".join(lines[:11]))  # as if time had run out before the last 5 of 16
+    left = {json.loads(line)["id"] for line in lines[11:]}
+    assert heldout_rows(recipe, prepared, target, 0) == [prepared.heldout]
+    own, *more = heldout_rows(recipe, prepared, target, 5)
+    assert own == prepared.heldout and {name for part in more for name in part.ids} == left
+    assert not (tmp_path / "heldout-5" / "data" / "states").exists()
+    with pytest.raises(UserError, match=r"asks for 6 prompts, the shared answers left 5 over"):
+        heldout_rows(recipe, prepared, target, 6)
+    answers.write_text("".join(lines))  # now they are learned from
+    with pytest.raises(UserError, match=r"heldout-5/data: the arms learn from some of its prompts"):
+        heldout_rows(recipe, prepared, target, 5)
+
+
+@pytest.mark.parametrize("value", ["-1", "yes", "0.5"])
+def test_number_of_held_out_prompts_is_checked(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "table.yaml"
+    path.write_text(TABLE.replace("heldout: 0", f"heldout: {value}"))
+    with pytest.raises(UserError, match=r"heldout: .* is no number of prompts, 0 or more"):
+        study_table.read_table(path, 1, tmp_path)
 
 
 @pytest.mark.slow

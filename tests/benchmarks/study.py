@@ -15,16 +15,19 @@ import gc
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from data.batch import Row
 from data.files import make_folder, read_json, stable_hash, write_json, write_text
 from data.pipeline import Prepared, aux_layers_of, prepare
 from data.progress import log_to_stderr
 from data.provenance import ROOT
 from data.target import Target
+from data.vocab import DraftVocab
 from drafters.export_info import TargetInfo
 from drafters.methods import build_drafter
 from drafters.vllm_format import load
@@ -33,6 +36,7 @@ from recipes.drafter_sections import Eagle3Section
 from recipes.errors import UserError
 from recipes.schema import Recipe, dump_recipe
 from tests.benchmarks import study_numbers as numbers
+from tests.benchmarks.study_heldout import heldout_rows
 from tests.benchmarks.study_measure import acceptance, measure_speed, plan_of, read_speed
 from tests.benchmarks.study_plot import to_svg
 from tests.benchmarks.study_table import Table, is_trained, read_table
@@ -48,7 +52,7 @@ class Stopped(Exception):
     """A command was interrupted; its state is saved."""
 
 
-def prepare_shared(table: Table, target: Target) -> Prepared:
+def prepare_shared(table: Table, target: Target) -> tuple[Recipe, Prepared]:
     """Answers and states for all arms of the table: RUN/data of each is a link to this one."""
     arms = [recipe for recipe in table.arms.values() if is_trained(recipe)]
     layers = {k for recipe in arms for k in aux_layers_of(recipe, target)} - {target.num_layers}
@@ -61,7 +65,7 @@ def prepare_shared(table: Table, target: Target) -> Prepared:
         link = recipe.run_dir / "data"
         if not link.is_symlink():
             link.symlink_to(Path("..") / "shared" / "data", target_is_directory=True)
-    return prepared
+    return shared, prepared
 
 
 def command(*words: object) -> None:
@@ -98,19 +102,14 @@ def train_arm(recipe: Recipe) -> None:
 
 
 def measure_training(
-    recipe: Recipe, target: Target, prepared: Prepared, ngram: numbers.Heldout
+    recipe: Recipe, target: Target, vocab: DraftVocab, rows: Sequence[Row], ngram: numbers.Heldout
 ) -> dict[str, Any]:
     """What training did: held-out numbers before and after it, beside lookup's, and the curve."""
-    if len(prepared.heldout) < MIN_HELDOUT:
-        raise UserError(
-            f"{len(prepared.heldout)} held-out rows say nothing about spread; a larger "
-            "data.num_prompts or data.heldout_fraction gives more"
-        )
     layers, seed = aux_layers_of(recipe, target), recipe.train.seed
-    before = build_drafter(recipe.drafter, target, layers, prepared.vocab, seed)
+    before = build_drafter(recipe.drafter, target, layers, vocab, seed)
     after = load(recipe.run_dir / "drafter", TargetInfo.of(target))
     drafters = [drafter.to(target.device) for drafter in (before, after)]
-    first, last = numbers.heldout_sums(recipe, target, prepared, drafters)
+    first, last = numbers.heldout_sums(recipe, target, vocab, rows, drafters)
     hits = (last.top1_CG, last.counts_CG)
     return {
         "alpha": numbers.rates(last.alpha_CG, last.counts_CG),
@@ -125,9 +124,24 @@ def measure_training(
 class Runner:
     """Measures arms, or finds what an earlier call measured."""
 
-    def __init__(self, table: Table, target: Target, shared: Prepared) -> None:
-        self.table, self.target, self.shared = table, target, shared
+    def __init__(self, table: Table, target: Target) -> None:
+        self.table, self.target = table, target
+        self.recipe, self.shared = prepare_shared(table, target)
+        self._heldout: list[Row] = []
         self._ngram: numbers.Heldout | None = None
+
+    @property
+    def heldout(self) -> list[Row]:
+        """Rows that no arm learns from; made when they are first asked for."""
+        if not self._heldout:
+            parts = heldout_rows(self.recipe, self.shared, self.target, self.table.heldout)
+            self._heldout = [row for part in parts for row in part]
+        if len(self._heldout) < MIN_HELDOUT:
+            raise UserError(
+                f"{len(self._heldout)} held-out rows say nothing about spread; a larger "
+                "data.num_prompts, data.heldout_fraction or heldout gives more"
+            )
+        return self._heldout
 
     @property
     def ngram(self) -> numbers.Heldout:
@@ -135,14 +149,19 @@ class Runner:
         if self._ngram is None:
             plan = plan_of(next(iter(self.table.arms.values())))
             lookup = make_drafters(plan, self.target, ["lookup"])["lookup"]
-            self._ngram = numbers.heldout_guesses(self.target, self.shared, lookup)
+            self._ngram = numbers.heldout_guesses(self.target, self.heldout, lookup)
         return self._ngram
+
+    def key(self, recipe: Recipe) -> str:
+        """Changes with all that an arm's numbers depend on."""
+        fields = recipe.model_dump(mode="json", exclude={"output_dir"})
+        return stable_hash(fields | {"heldout": self.table.heldout})
 
     def known(self, name: str) -> dict[str, Any] | None:
         """An arm's numbers, where they are those of its recipe; its speed, where measured."""
         recipe = self.table.arms[name]
         path = recipe.run_dir / f"{name}.json"
-        if not path.is_file() or (stored := read_json(path))["key"] != key_of(recipe):
+        if not path.is_file() or (stored := read_json(path))["key"] != self.key(recipe):
             return None
         return dict(stored) | {"speed": read_speed(recipe, self.table.speed)}
 
@@ -157,19 +176,14 @@ class Runner:
             self.run(recipe.name)  # the drafter's own run
         elif is_trained(recipe):
             train_arm(recipe)
-            prepared = prepare(recipe, self.target)
-            training = measure_training(recipe, self.target, prepared, self.ngram)
+            vocab = prepare(recipe, self.target).vocab
+            training = measure_training(recipe, self.target, vocab, self.heldout, self.ngram)
         elif name == "lookup":
             hits = numbers.rates(self.ngram.top1_CG, self.ngram.counts_CG)
             training = training | {"top1": hits}
         found = {"name": name} | acceptance(recipe, self.target) | training
-        write_json(recipe.run_dir / f"{name}.json", found | {"key": key_of(recipe)})
+        write_json(recipe.run_dir / f"{name}.json", found | {"key": self.key(recipe)})
         gc.collect()
-
-
-def key_of(recipe: Recipe) -> str:
-    """Changes with all that an arm's numbers depend on."""
-    return stable_hash(recipe.model_dump(mode="json", exclude={"output_dir"}))
 
 
 def write_study(args: argparse.Namespace, runner: Runner) -> None:
@@ -183,6 +197,7 @@ def write_study(args: argparse.Namespace, runner: Runner) -> None:
         "target": recipe.target.model,
         "num_rows": report["num_train_rows"],
         "num_train_tokens": report["num_supervised_tokens"],
+        "num_heldout_rows": len(runner.heldout),
         "num_draft_tokens": recipe.eval.num_draft_tokens,
         "speed": table.speed.model_dump(),
         "contrasts": table.contrasts,
@@ -200,7 +215,7 @@ def write_study(args: argparse.Namespace, runner: Runner) -> None:
 def run_study(args: argparse.Namespace, table: Table, names: list[str]) -> int:
     """All arms, one after another, or the speed of some; returns how many failed."""
     target = Target.load(table.arms[names[0]].target)
-    runner = Runner(table, target, prepare_shared(table, target))
+    runner = Runner(table, target)
     num_failed = 0
     for name in names:
         recipe = table.arms[name]

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batch import Batch, make_batch
-from data.pipeline import Prepared
+from data.batch import Batch, Row, make_batch
 from data.target import Target
+from data.vocab import DraftVocab
 from drafters.anchors import supervised_slots
 from drafters.base import DecodingDrafter, Sampling, TrainedDrafter
 from eval.metrics import PromptRecord, interval, resample_counts
@@ -23,7 +23,6 @@ from recipes.schema import Recipe
 from train.distiller import Distiller
 from train.validate import with_states
 
-NUM_ROWS = 64  # held-out rows of the teacher-forced numbers
 RECURRENT = {"eagle1", "eagle3", "mtp"}  # can be asked about deeper steps than they learned
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 
@@ -52,19 +51,23 @@ def num_depths(recipe: Recipe) -> int:
 
 @torch.no_grad()
 def heldout_sums(
-    recipe: Recipe, target: Target, prepared: Prepared, drafters: Sequence[TrainedDrafter]
+    recipe: Recipe,
+    target: Target,
+    vocab: DraftVocab,
+    held_out: Sequence[Row],
+    drafters: Sequence[TrainedDrafter],
 ) -> list[Heldout]:
     """What drafters of one shape do on held-out rows, teacher-forced."""
     shape = {"num_steps": num_depths(recipe), "renormalize": False}
     loss = recipe.loss.model_copy(update=shape)
     distillers = []
     for drafter in drafters:
-        distiller = Distiller(drafter, loss, prepared.vocab).to(target.device).eval()
+        distiller = Distiller(drafter, loss, vocab).to(target.device).eval()
         distiller.use_target(target)
         distillers.append(distiller)
     found: list[list[list[Floats]]] = [[] for _ in drafters]
-    for i in range(min(NUM_ROWS, len(prepared.heldout))):
-        batch = make_batch(prepared.heldout, [i], target.pad_id)
+    for i in range(len(held_out)):
+        batch = make_batch(held_out, [i], target.pad_id)
         batch = with_states(target, batch, drafters[0].aux_layers)
         for rows, distiller in zip(found, distillers, strict=True):
             stats = distiller(batch)[1]
@@ -74,11 +77,11 @@ def heldout_sums(
 
 
 @torch.no_grad()
-def heldout_guesses(target: Target, prepared: Prepared, drafter: DecodingDrafter) -> Heldout:
+def heldout_guesses(target: Target, held_out: Sequence[Row], drafter: DecodingDrafter) -> Heldout:
     """The first guesses of a drafter without weights at the same positions; none is a miss."""
     rows = []
-    for i in range(min(NUM_ROWS, len(prepared.heldout))):
-        batch = with_states(target, make_batch(prepared.heldout, [i], target.pad_id), ())
+    for i in range(len(held_out)):
+        batch = with_states(target, make_batch(held_out, [i], target.pad_id), ())
         rows.append(_first_guesses(batch, drafter))
     hits_C1, counts_C1 = (np.array(part)[:, None] for part in zip(*rows, strict=True))
     return Heldout(hits_C1, hits_C1, counts_C1)

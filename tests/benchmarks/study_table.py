@@ -12,16 +12,18 @@ from recipes.schema import Recipe
 from recipes.yaml_text import parse_yaml
 from tests.benchmarks.study_measure import Speed
 
-SECTIONS = ("recipe", "arms", "joined", "contrasts", "speed")
+SECTIONS = ("recipe", "heldout", "arms", "joined", "contrasts", "speed")
 
 
 class Table(NamedTuple):
     """The arms as whole recipes, which of them answer a question together, and what is timed.
 
+    heldout: prompts that are answered to be measured on, beside those the answers hold out.
     An arm of another name than its recipe's (lookup+X) measures the drafter of that run.
     """
 
     arms: dict[str, Recipe]
+    heldout: int
     contrasts: dict[str, list[str]]
     speed: Speed
 
@@ -39,6 +41,9 @@ def read_table(path: Path, minutes: float, folder: Path) -> Table:
         speed = Speed.model_validate(values["speed"])
     except ValidationError as error:
         raise UserError(f"{path}, speed: {error}") from error
+    heldout = values["heldout"]
+    if type(heldout) is not int or heldout < 0:
+        raise UserError(f"{path}, heldout: {heldout!r} is no number of prompts, 0 or more")
     budget = {"output_dir": str(folder), "train": {"max_minutes": float(minutes)}}
     arms = {}
     for name, changes in values["arms"].items():
@@ -56,7 +61,7 @@ def read_table(path: Path, minutes: float, folder: Path) -> Table:
     for question, names in values["contrasts"].items():
         if unknown := set(names) - arms.keys():
             raise UserError(f"{path}, contrast {question!r}: no arm {', '.join(sorted(unknown))}")
-    return Table(arms, values["contrasts"], speed)
+    return Table(arms, heldout, values["contrasts"], speed)
 
 
 def check_shared(arms: Mapping[str, Recipe], where: str) -> None:

@@ -34,7 +34,8 @@ def to_markdown(study: Mapping[str, Any], curves: str) -> str:
     trained = [arm for arm in _by_tau(arms) if arm["alpha"]]
     lines = [
         f"{study['minutes']:g} minutes of training an arm, {study['num_rows']} answers of "
-        f"{study['target']} ({study['num_train_tokens']:,} tokens to learn); tau and accepted "
+        f"{study['target']} ({study['num_train_tokens']:,} tokens to learn), "
+        f"{study['num_heldout_rows']} held-out rows; tau and accepted "
         f"positions at {study['num_draft_tokens']} draft tokens, T = 0. {_each(arms, 'hardware')}; "
         f"commit {_each(arms, 'commit')}.",
         "",
