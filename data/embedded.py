@@ -42,8 +42,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "draftsmith"
 
 
-def resolve(model: str) -> str:
-    """The folder or hub id that `target.model` stands for; embedded ones are made on first use."""
+def resolve(model: str, key: str = "target.model") -> str:
+    """The folder or hub id that a recipe's key stands for; embedded ones are made on first use."""
     builders = {"embedded:smollm2-135m": _convert_smollm2, "random:qwen3-tiny": _random_qwen3}
     if model in builders:
         folder = cache_dir() / f"{model.replace(':', '-')}-v{VERSION}"
@@ -51,12 +51,10 @@ def resolve(model: str) -> str:
             builders[model](folder)
         return str(folder)
     if model.startswith(("embedded:", "random:")):
-        raise UserError(
-            f"target.model {model!r} is unknown; these come along: {', '.join(builders)}"
-        )
+        raise UserError(f"{key} {model!r} is unknown; these come along: {', '.join(builders)}")
     is_path = model.startswith((".", "/", "~")) or model.count("/") != 1
     if is_path and not Path(model).expanduser().is_dir():
-        raise UserError(f"target.model {model!r}: no such folder (a hub id has the form ORG/NAME)")
+        raise UserError(f"{key} {model!r}: no such folder (a hub id has the form ORG/NAME)")
     return str(Path(model).expanduser()) if Path(model).expanduser().is_dir() else model
 
 

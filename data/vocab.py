@@ -88,7 +88,7 @@ def build_draft_vocab(counts_V: Tensor, size: int | None, special_ids: list[int]
         The special ids, then ids by falling count; equal counts (unseen ids included) by rising id.
 
     Raises:
-        UserError: size above V, below 1 or below the number of special ids, or a special id
+        UserError: size above V or below 1, no room beside the special ids, or a special id
             outside the vocabulary.
     """
     vocab_size = int(counts_V.numel())
@@ -100,10 +100,10 @@ def build_draft_vocab(counts_V: Tensor, size: int | None, special_ids: list[int]
             f"drafter.draft_vocab_size {size} is not within 1 and the target's vocabulary of "
             f"{vocab_size}; give a smaller size, or none for the whole vocabulary"
         )
-    if len(special) > size:
+    if len(special) >= size:
         raise UserError(
-            f"drafter.draft_vocab_size {size} has no room for the {len(special)} end-of-sequence "
-            "ids; give a larger size"
+            f"drafter.draft_vocab_size {size} has no room beside the {len(special)} "
+            "end-of-sequence ids; give a larger size"
         )
     for token_id in special:
         if not 0 <= token_id < vocab_size:

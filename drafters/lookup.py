@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from drafters.base import DecodingDrafter, Proposal, Sampling
 
@@ -118,10 +119,12 @@ class LookupThen(DecodingDrafter):
         drafted = self.head.propose(state.head, num_draft, sampling, uniforms_BK, seen_BV)
         device = drafted.tokens_BK.device
         hit_B, found_BK = hit_B.to(device), found.tokens_BK.to(device)
-        tokens_BK = torch.where(hit_B[:, None], found_BK, drafted.tokens_BK)
+        rest = num_draft - drafted.tokens_BK.shape[1]  # a head may stop before lookup does
+        tokens_BK = torch.where(hit_B[:, None], found_BK, pad(drafted.tokens_BK, (0, rest)))
         num_B = torch.where(hit_B, found.num_proposed_B.to(device), drafted.num_proposed_B)
         probs_BKV = drafted.probs_BKV
         if probs_BKV is not None and bool(hit_B.any()):
+            probs_BKV = pad(probs_BKV, (0, 0, 0, rest))
             certain = torch.zeros_like(probs_BKV).scatter_(-1, found_BK[..., None], 1.0)
             probs_BKV = torch.where(hit_B[:, None, None], certain, probs_BKV)
         return Proposal(tokens_BK, num_B, probs_BKV)

@@ -14,7 +14,7 @@ the one of depth k predicts token s+1+k from the text up to the anchor and the m
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -59,6 +59,12 @@ class SmallLMConfig:
     @property
     def hidden_size(self) -> int:
         return int(self.model["hidden_size"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The model's own keys beside the others; its dtype is that of some file, not its shape."""
+        fields = asdict(self)
+        model = {name: value for name, value in fields.pop("model").items() if name != "dtype"}
+        return model | fields | {"aux_layers": list(self.aux_layers)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from data.target_parts import whole_tensor
 from drafters.base import TrainedDrafter
 from drafters.eagle1_form import MARK
 from drafters.export_form import ExportForm, Form
-from drafters.export_info import TargetInfo
+from drafters.export_info import INFO, TargetInfo, load_info
 from drafters.shape import mask_token_of
 from drafters.small_lm import Pard, PardConfig, SmallLM, SmallLMConfig, model_config
 from recipes.errors import UserError
@@ -99,9 +99,10 @@ def _model_fields(section: LanguageModelSection, target_config: dict[str, Any]) 
         raise UserError(
             f"drafter.num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
         )
-    if not fields.get("head_dim") and fields["hidden_size"] % heads:
+    hidden = fields["hidden_size"]
+    if not fields.get("head_dim") and (hidden % heads or hidden // heads % 2):
         raise UserError(
-            f"drafter.hidden_size {fields['hidden_size']} is no multiple of {heads} heads; set "
+            f"drafter.hidden_size {hidden} gives {heads} heads no even whole width; set "
             "drafter.head_dim or drafter.num_attention_heads"
         )
     return fields
@@ -111,7 +112,7 @@ def _checkpoint_config(section: LanguageModelSection) -> Any:
     assert section.model is not None, "the section has checked it"
     try:
         config = AutoConfig.from_pretrained(
-            embedded.resolve(section.model), revision=section.revision
+            embedded.resolve(section.model, "drafter.model"), revision=section.revision
         )
     except (OSError, ValueError) as error:
         raise UserError(f"drafter.model {section.model!r} cannot be read: {error}") from error
@@ -162,15 +163,15 @@ def _take(
 
 def _take_checkpoint(drafter: SmallLM, section: LanguageModelSection, target: Target) -> None:
     assert section.model is not None, "the section has checked it"
-    path = embedded.resolve(section.model)
+    path = embedded.resolve(section.model, "drafter.model")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=section.revision)
+        vocabulary = _vocabulary(path, section, target)
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, revision=section.revision, dtype=torch.float32
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"drafter.model {section.model!r} cannot be loaded: {error}") from error
-    check_vocabulary(section.model, tokenizer.get_vocab(), target.tokenizer.get_vocab())
+    check_vocabulary(section.model, vocabulary, target.tokenizer.get_vocab())
     num_rows = len(model.get_input_embeddings().weight)
     if num_rows < len(target.tokenizer):
         raise UserError(
@@ -188,6 +189,21 @@ def _take_checkpoint(drafter: SmallLM, section: LanguageModelSection, target: Ta
             f"drafter.model {section.model!r}: logits differ from its own by {worst:.3g}; this "
             f"architecture ({drafter.lm.config.model_type}) is not supported yet"
         )
+
+
+def _vocabulary(path: str, section: LanguageModelSection, target: Target) -> dict[str, int]:
+    """Tokens of the checkpoint; an export of ours holds no tokenizer: it reads its target's."""
+    if not (Path(path) / INFO).is_file():
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=section.revision)
+        return dict(tokenizer.get_vocab())
+    info = load_info(path)
+    of, method = info["target"]["name"], info["method"]
+    if method not in ("small_lm", "pard") or of != target.name:
+        raise UserError(
+            f"drafter.model {section.model!r} is a {method} drafter of {of}; name a language "
+            f"model, or a small_lm or pard drafter of {target.name}"
+        )
+    return dict(target.tokenizer.get_vocab())
 
 
 def check_vocabulary(name: str, drafts: dict[str, int], targets: dict[str, int]) -> None:

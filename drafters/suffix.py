@@ -183,7 +183,7 @@ class Suffix(DecodingDrafter):
             for length, node in tree.matches(row.ids):
                 if length < self.min_match:
                     continue
-                limit = min(num_draft, int(length * self.max_factor))
+                limit = int(min(num_draft, length * self.max_factor))
                 guess = _follow(node, limit, self.min_prob)
                 if guess.score >= best.score:
                     best = guess

@@ -1,4 +1,4 @@
-"""Drafters that propose trees: EAGLE-3 grows one level a pass; the others propose chains.
+"""Drafters that propose trees: EAGLE and MTP grow one level a pass; the others propose chains.
 
 The guesses below a node are the drafter's likeliest tokens or draws from its final distribution
 there (eval.tree.Siblings). Which nodes get how many never depends on what was drawn.
@@ -8,7 +8,7 @@ N = F * C nodes of a level, M nodes of all levels, P nodes (in _Growth: those th
 over so far), D draft vocabulary, H drafter width, V target vocabulary.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,24 +18,31 @@ from data.attention import masked_attention
 from data.cache import TreeNodes
 from data.sampling import sample
 from drafters.base import DecodingDrafter, DraftLaws, Sampling
+from drafters.eagle1 import Eagle1
 from drafters.eagle3 import Eagle3, Eagle3State
 from drafters.layers import Attend
+from drafters.mtp import MTP
 from eval.tree import DynamicTree, FixedTree, Tree, TreeSpec, chain, select_nodes
 from eval.tree_inputs import Grown
 from recipes.errors import UserError
+
+
+def grows(drafter: DecodingDrafter) -> TypeGuard[Eagle3]:
+    """Whether it drafts from its own last state; P-EAGLE, made of the same parts, does not."""
+    return type(drafter) in (Eagle1, Eagle3, MTP)
 
 
 def check_spec(drafter: DecodingDrafter, spec: TreeSpec, sampling: Sampling) -> None:
     """Refuse what `grow` cannot do.
 
     Raises:
-        UserError: a tree that branches from a drafter other than EAGLE-3; siblings are drawn and
+        UserError: a tree that branches from a drafter that proposes chains; siblings are drawn and
             drafts are not, or the other way round.
     """
     is_chain = isinstance(spec, FixedTree) and set(spec.children) == {1}
-    if not is_chain and not isinstance(drafter, Eagle3):
+    if not is_chain and not grows(drafter):
         raise UserError(
-            f"{type(drafter).__name__} proposes chains, not {spec}; use eval.verification: token"
+            f"{type(drafter).__name__} proposes chains, no trees; use eval.verification: token"
         )
     if sampling.temperature == 0:
         return
@@ -69,7 +76,7 @@ def grow(
         uniforms_BM: in [0, 1), one a guess, used for nothing else.
         seen_BV: bool, the tokens committed so far; given if `sampling.needs_history`.
     """
-    if isinstance(drafter, Eagle3):
+    if grows(drafter):
         growth = _Growth(drafter, state, spec, sampling, uniforms_BM, seen_BV)
         return growth.grown(root_B, num_levels)
     proposal = drafter.propose(state, num_levels, sampling, uniforms_BM[:, :num_levels], seen_BV)
@@ -106,7 +113,7 @@ def draw_siblings(q_ND: Tensor, uniforms_NC: Tensor, replacement: bool) -> tuple
 
 
 class _Growth:
-    """One tree of an EAGLE-3 drafter.
+    """One tree of an EAGLE or MTP drafter.
 
     Row t of the drafter reads token t + 1, so its cache holds the root's row already, and a node of
     depth d stands at position length + d - 1.
@@ -187,7 +194,7 @@ class _Growth:
         """
         spec, drafter = self.spec, self.drafter
         width = spec.children[level] if isinstance(spec, FixedTree) else spec.top_k
-        logits_BFD = drafter.lm_head(drafter.head_input(self.hidden_BFH)).float()
+        logits_BFD = drafter.head_logits(self.hidden_BFH).float()
         law_BFD = self.keep_laws(logits_BFD)
         if self.drawn:
             assert law_BFD is not None

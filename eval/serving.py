@@ -6,7 +6,7 @@ extrapolated (eval.theory.extend_conditional) and marked so.
 """
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import compress, product
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,8 @@ def make_table(
     times = measure_passes(target, {"drafter": drafter}, ids, size, settings.sampling)
     costs = loop_costs(arms[BASELINE], arms["drafter"], times, "drafter")
     points = theory.predict(costs, rates["survival"], MAX_PREDICTED)
-    best = theory.best_point([p for p in points if can_serve(drafter, p.num_draft_tokens)])
+    servable = [can_serve(drafter, point.num_draft_tokens) for point in points]
+    best = theory.best_point([*compress(points, servable)])
     context = sum(map(len, ids)) // len(ids) + section.max_new_tokens // 2
     least = _least_costs(target, drafter, costs, size, context, bound)
     limits = theory.predict(least, rates["survival"], MAX_PREDICTED)
@@ -127,8 +128,8 @@ def make_table(
         "draft_ms": {str(k): v for k, v in costs.draft_ms.items()},
         "roofline_plain_ms": least.plain_ms,
         "points": [
-            {**point._asdict(), "roofline_speedup": limit.speedup}
-            for point, limit in zip(points, limits, strict=True)
+            {**point._asdict(), "roofline_speedup": limit.speedup, "servable": can}
+            for point, limit, can in zip(points, limits, servable, strict=True)
         ],
     }
 
@@ -137,7 +138,7 @@ def advice(table: dict[str, Any]) -> str:
     """One line: the number to serve with, or not to speculate."""
     where = f"at T={table['temperature']:g}, batch {table['batch_size']}"
     if table["num_draft_tokens"] == 0:
-        top = max(point["speedup"] for point in table["points"])
+        top = max(point["speedup"] for point in table["points"] if point["servable"])
         return f"serve without this drafter {where}: no number of tokens gains (best {top:.2f}x)"
     return (
         f"serve with {table['num_draft_tokens']} draft tokens {where}: "

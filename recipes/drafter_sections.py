@@ -26,7 +26,7 @@ class LayeredSection(Section):
         default=None,
         min_length=1,
         description="captured states: k = residual stream after k decoder layers; null = the "
-        "method's own, for n layers: EAGLE-3 [2, n//2, n-3]",
+        "method's own, for n layers: EAGLE [2, n//2, n-3]; blocks by num_aux_layers, of 1 to n-1",
     )
 
     def default_aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
@@ -166,6 +166,11 @@ class BlockSection(LayeredSection):
         return layers
 
     @property
+    def num_drafted(self) -> int:
+        """Tokens of a draft."""
+        return self.block_size - 1
+
+    @property
     def trains_head(self) -> bool:
         return self.train_head
 
@@ -215,6 +220,11 @@ class DSparkSection(BlockSection):
         description="a draft stops where its predicted survival, calibrated on held-out rows, "
         "falls below; exact; 0 = never",
     )
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens of a draft."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @model_validator(mode="after")
     def _check_confidence(self) -> Self:

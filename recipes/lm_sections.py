@@ -78,6 +78,8 @@ class LanguageModelSection(Section):
         for name, init in belongs.items():
             if fields[name] is not None and self.init != init:
                 raise ValueError(f"{name} belongs to init: {init}; init is {self.init}")
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings turn pairs")
         if self.init == "fresh" and not self.train_vocabulary:
             raise ValueError(
                 "train_vocabulary: false with init: fresh is a head of chance that never learns"

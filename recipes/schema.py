@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
 from recipes.data_section import DataSection
-from recipes.drafter_sections import DrafterSection, Eagle3Section
+from recipes.drafter_sections import BlockSection, DrafterSection, Eagle3Section
 from recipes.errors import UserError
 from recipes.keys import apply_override, describe_errors
 from recipes.lm_sections import LanguageModelSection
@@ -83,7 +83,10 @@ class LossSection(Section):
         default="decay",
         description="decay: step_decay^k; d_pace: by the effect on the accepted length (D-PACE)",
     )
-    num_steps: Count = Field(default=7, description="drafting steps in training, as EAGLE-3")
+    num_steps: Count = Field(
+        default=7,
+        description="drafting steps in training, as EAGLE-3; a block's are all that it drafts",
+    )
     step_decay: Positive = Field(
         default=0.8,
         description="weight of step k is step_decay^k; exp(-k/g) is step_decay exp(-1/g)",
@@ -141,7 +144,7 @@ class EvalSection(Section):
     verification: Literal["token", "block", "tree"] = Field(
         default="token",
         description="rule that accepts, each exact: token by token; block, which accepts no less; "
-        "a tree of guesses (drafter only)",
+        "a tree of guesses (eagle1, eagle3, mtp)",
     )
     tree: str = Field(
         default="24/4/4",
@@ -311,6 +314,17 @@ class Recipe(Section):
             raise ValueError(
                 f"loss.num_steps={num_steps} leaves heads of drafter.num_heads={section.num_heads} "
                 f"untrained; set loss.num_steps: {section.num_heads}, or fewer heads"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_block(self) -> Self:
+        section, num_steps = self.drafter, self.loss.num_steps
+        if isinstance(section, BlockSection) and num_steps != section.num_drafted:
+            raise ValueError(
+                f"loss.num_steps={num_steps}, but a block of drafter.block_size="
+                f"{section.block_size} drafts {section.num_drafted} tokens, all of which are "
+                f"served; set loss.num_steps: {section.num_drafted}, or another block_size"
             )
         return self
 

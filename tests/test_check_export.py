@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data.target import Target
+from data.vocab import full_vocab
 from drafters.base import TrainedDrafter
-from drafters.methods import METHODS
+from drafters.methods import METHODS, build_drafter
 from eval import check_export
 from eval.ask_vllm import ask_vllm
 from eval.check_export import (
@@ -28,7 +29,9 @@ from eval.check_export import (
 )
 from eval.decode import DecodeSettings, decode
 from eval.reading_faults import Reading, agreement, as_read, drafts_of, make_row, readings
+from recipes.drafter_sections import MTPSection
 from recipes.errors import UserError
+from recipes.lm_sections import PardSection, SmallLMSection
 from tests.exports_of_all import (
     FORMS,
     NUM_DRAFT,
@@ -91,6 +94,23 @@ def test_p77_export_of_each_method_agrees_with_its_weights(method, form, target,
     found = check(folder, None, None, None)
     assert found.passed, to_text(found)
     assert any("drafts: all" in line for line in found.lines)
+
+
+@pytest.mark.parametrize("method", ["mtp", "small_lm", "pard"])
+def test_export_without_fields_of_its_own_agrees_with_its_weights(method, target, tmp_path):
+    section = {"mtp": MTPSection, "small_lm": SmallLMSection, "pard": PardSection}[method]()
+    full = full_vocab(target.vocab_size)
+    drafter = build_drafter(section, target, section.default_aux_layers(4), full, seed=0).eval()
+    export(drafter, target, tmp_path / "drafter")
+    folder = export(drafter, target, tmp_path / "export", dtype=torch.bfloat16)
+    found = check(folder, None, None, None)
+    assert found.passed, to_text(found)
+    assert any("drafts: all" in line for line in found.lines)
+    tensors = load_file(folder / "model.safetensors")
+    name = max(tensors, key=lambda name: tensors[name].dim())
+    save_file(tensors | {name: -tensors[name]}, folder / "model.safetensors", {"format": "pt"})
+    faults = check(folder, None, None, None).faults
+    assert any(fault.startswith("tensors that are not those of") for fault in faults)
 
 
 def plant_tensor(name: str, change: Any) -> Any:

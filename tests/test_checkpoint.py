@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from torch import nn
 
 import train.checkpoint
+from data.files import write_json, write_text
 from recipes.errors import UserError
 from recipes.schema import Recipe
 from train.checkpoint import (
@@ -23,6 +25,7 @@ from train.checkpoint import (
     save,
 )
 from train.optim import lr_factor, set_lr
+from train.run import check_learned, finished, result_key
 
 
 def make_recipe(tmp_path, **train):
@@ -100,6 +103,45 @@ def test_p63_resume_is_bit_exact(tmp_path, dtype):
     assert not resumed.progress.improve(float("nan"))
     assert (resumed.progress.best, resumed.progress.best_step) == (1.7, 5)
     assert resumed.progress.improve(1.8)
+
+
+def test_weights_that_cannot_be_written_are_named(tmp_path, monkeypatch):
+    def full(*_):
+        raise SafetensorError("File too large (os error 27)")
+
+    monkeypatch.setattr(train.checkpoint, "save_file", full)
+    with pytest.raises(UserError, match=r"cannot write .*w\.safetensors: File too large"):
+        train.checkpoint._save({"a": torch.zeros(1)}, tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("progress", "message"),
+    [
+        (Progress(step=3, num_empty=3), "no token was learned in 3 steps"),
+        (Progress(step=3, num_tokens=9, num_skipped=3), "all 3 steps were skipped"),
+    ],
+)
+def test_a_run_that_learned_nothing_is_no_success(progress, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        check_learned(progress, tmp_path)
+    check_learned(Progress(step=3, num_tokens=9, num_skipped=2), tmp_path)
+    check_learned(Progress(), tmp_path)
+
+
+def test_a_run_without_its_drafter_is_not_finished(tmp_path):
+    recipe = make_recipe(tmp_path)
+    assert not finished(recipe)
+    write_json(recipe.run_dir / "trained.json", {"recipe": result_key(recipe)})
+    assert not finished(recipe)
+    write_text(recipe.run_dir / "drafter/model.safetensors", "")
+    assert finished(recipe)
+
+
+def test_a_metric_that_is_not_known_is_no_best():
+    progress = Progress(step=3)
+    assert not progress.improve(float("nan"))
+    assert (progress.best, progress.best_step) == (None, None)
+    assert progress.improve(0.0)
 
 
 def test_saving_does_not_change_the_run(tmp_path):

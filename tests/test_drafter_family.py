@@ -19,10 +19,14 @@ from drafters.anchors import anchors_of
 from drafters.base import Sampling, TrainedDrafter
 from drafters.drafting import Draft
 from drafters.export_info import Origin, TargetInfo
+from drafters.lookup import Lookup, LookupThen
 from drafters.methods import METHODS, build_drafter
 from drafters.vllm_format import load, save
 from eval.decode import DecodeSettings, decode
+from eval.decode_tree import decode_tree
+from eval.grow_tree import grow
 from eval.lossless import pit_p_value
+from eval.tree import FixedTree
 from recipes.drafter_sections import (
     DFlashSection,
     DrafterSection,
@@ -35,6 +39,7 @@ from recipes.drafter_sections import (
     PEagleSection,
     SmallLMSection,
 )
+from recipes.errors import UserError
 from recipes.schema import LossSection, TargetSection, load_recipe
 from tests.tiny_exports import ROOT
 from train.distiller import Distiller
@@ -196,6 +201,47 @@ def test_greedy_speculative_decoding_is_the_targets_greedy_decoding(
     drafted, _ = decode(target, drafter, prompts, settings)
     assert [a.ids for a in drafted] == [a.ids for a in plain]
     assert any(r.proposed for a in drafted for r in a.rounds)
+
+
+@pytest.mark.parametrize("method", ["eagle1", "eagle3", "mtp"])
+def test_trees_of_a_drafter_hold_its_own_drafts(method: str, target: Target) -> None:
+    drafter = make(method, target)
+    state = drafter.start([[5, 9, 14, 3]], 64)
+    states = target.forward(torch.tensor([[5, 9, 14, 3]]), None, drafter.aux_layers)
+    drafter.observe(state, torch.tensor([[9, 14, 3, 7]]), states.aux_BSF, torch.tensor([4]))
+    drafted_BK = drafter.propose(state, 3, Sampling(), None).tokens_BK
+    spec, none_BM = FixedTree((2, 1, 1)), torch.rand(1, 6)  # nothing is drawn
+    tree = grow(drafter, state, torch.tensor([7]), spec, 3, Sampling(), none_BM).tree
+    first = [int(tree.tokens_BP[0, i]) for i in (1, 3, 5)]  # two a level, the likelier one first
+    assert first == drafted_BK[0].tolist()
+    prompts, settings = [[5, 9, 14, 3], [7]], DecodeSettings(max_new_tokens=12)
+    plain, _ = decode(target, None, prompts, replace(settings, num_draft=0))
+    rows, _ = decode_tree(target, drafter, prompts, settings, spec)
+    assert [row.ids for row in rows] == [row.ids for row in plain]
+
+
+@pytest.mark.parametrize("method", ["p_eagle", "medusa", "dflash", "dspark", "small_lm", "pard"])
+def test_drafter_of_chains_grows_no_tree(method: str, target: Target) -> None:
+    settings = DecodeSettings(max_new_tokens=4)
+    with pytest.raises(UserError, match="proposes chains, no trees"):
+        decode_tree(target, make(method, target), [[7]], settings, FixedTree((2, 1)))
+
+
+@EVERY
+@pytest.mark.parametrize("draft_sampled", [False, True])
+def test_lookup_may_draft_more_than_the_head_behind_it(
+    method: str, draft_sampled: bool, target: Target
+) -> None:
+    # Medusa and the block drafters end after DEPTHS tokens, lookup after the number asked for.
+    drafter = LookupThen(Lookup(1, 3), make(method, target))
+    sampling = Sampling(temperature=float(draft_sampled), draft_sampled=draft_sampled)
+    settings = DecodeSettings(max_new_tokens=24, num_draft=DEPTHS + 2, sampling=sampling)
+    prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [7], [2, 4, 6, 2, 4]]
+    rows, _ = decode(target, drafter, prompts, settings)
+    assert any(r.proposed > DEPTHS for row in rows for r in row.rounds)
+    if not draft_sampled:
+        plain, _ = decode(target, None, prompts, replace(settings, num_draft=0))
+        assert [row.ids for row in rows] == [row.ids for row in plain]
 
 
 @EVERY

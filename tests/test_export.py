@@ -55,6 +55,24 @@ def test_script_exports_again_after_training(tmp_path, export):
     assert "up to date" not in export(run)[1]
 
 
+def test_script_exports_again_where_other_weights_lie(tmp_path, export):
+    run, other = tmp_path / "run", tmp_path / "other"
+    best, last = make(), make()
+    with torch.no_grad():
+        best.fc.weight.mul_(2)
+    write(last, run / "drafter")
+    write(best, run / "drafter-best")
+    write(make(num_layers=2), other / "drafter")  # all older than what is exported below
+    export(run, "--checkpoint", "best", "--dtype", "float32")
+    assert "up to date" not in export(run, "--dtype", "float32")[1]
+    assert torch.equal(load(run / "export").fc.weight, last.fc.weight)
+    assert "up to date" not in export(run, "--dtype", "float32", "--checkpoint", "best")[1]
+    assert torch.equal(load(run / "export").fc.weight, best.fc.weight)
+    assert "up to date" in export(run, "--dtype", "float32", "--checkpoint", "best")[1]
+    assert "up to date" not in export(other, "--out", run / "export", "--dtype", "float32")[1]
+    assert load(run / "export").config.num_layers == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

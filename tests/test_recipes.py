@@ -199,6 +199,10 @@ def test_wrong_value_names_key_value_and_what_was_expected(tmp_path, override, m
         (["data.states=cached", "data.regenerate=false"], "capture: pass"),
         (["drafter.head_init=random", "drafter.train_head=false"], "never learns"),
         (["drafter.aux_layers=[2, 2]"], "twice"),
+        (["drafter={method: dflash}"], "loss.num_steps=7, but a block of drafter.block_size=16"),
+        (["drafter={method: dflash, block_size: 4}"], "set loss.num_steps: 3, or another"),
+        (["drafter={method: dspark, sample_from_anchor: false}"], "set loss.num_steps: 6, or"),
+        (["drafter={method: dspark, block_size: 9}", "loss.num_steps=1"], "drafts 9 tokens"),
         (["drafter.num_attention_heads=6", "drafter.num_key_value_heads=4"], "multiple"),
     ],
 )
@@ -318,6 +322,8 @@ def test_p73_every_switch_takes_each_of_its_values(tmp_path, key, value, overrid
     method = overrides[0].partition("=")[2] if overrides else ""
     if method == "small_lm":  # it trains one depth alone
         overrides = [*overrides, "loss.num_steps=1"]
+    if method == "dflash" or (name, value) == ("sample_from_anchor", False):
+        overrides = [*overrides, "drafter.block_size=8"]  # whose drafts are of 7
     needed = NEEDED.get((method, name, value), "").split()
     overrides = [*overrides, f"{key}={text}", *needed]
     by_command = load_recipe(write(tmp_path), overrides)

@@ -126,8 +126,25 @@ def test_another_vocabulary_is_refused_and_said(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"!"', '"~~"'))
     with pytest.raises(UserError, match=r"another vocabulary .* 2 tokens differ, such as '!'"):
         build(target, init="checkpoint", model=str(folder))
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match=r"drafter\.model .*no such folder"):
         build(target, init="checkpoint", model=str(tmp_path / "nothing"))
+
+
+def test_parallel_form_goes_on_from_a_trained_small_lm(tmp_path: Path) -> None:
+    # As published: PARD is adapted from a small LM. An export holds no tokenizer.
+    target = tiny_target("qwen3")
+    first = build(target, num_layers=2)
+    with torch.no_grad():
+        for weight in first.parameters():
+            weight.mul_(1.5)
+    save(first, tmp_path / "out", "vllm", torch.float32, TargetInfo.of(target), ORIGIN)
+    path = str(tmp_path / "out")
+    drafter = build(target, init="checkpoint", model=path, mask_token_id=258)
+    ids_BS = torch.arange(20, 33)[None]
+    expected = first.head_logits(first.states(ids_BS))
+    torch.testing.assert_close(drafter.head_logits(drafter.states(ids_BS)), expected)
+    with pytest.raises(UserError, match=r"is a small_lm drafter of .*; name a language model, or"):
+        build(tiny_target("llama"), init="checkpoint", model=path)
 
 
 def test_architecture_that_caps_its_logits_is_refused() -> None:
@@ -144,6 +161,7 @@ def test_architecture_that_caps_its_logits_is_refused() -> None:
         ({"init": "checkpoint"}, "init: checkpoint needs model"),
         ({"init": "checkpoint", "model": "a/b", "num_layers": 1}, "num_layers is the checkpoint's"),
         ({"init": "fresh", "train_vocabulary": False}, "a head of chance that never learns"),
+        ({"init": "fresh", "head_dim": 7}, "head_dim=7 is odd"),
         ({"keep_layers": [1, 0]}, "not ascending"),
         ({"keep_layers": [0, 1], "num_layers": 3}, "num_layers=3, but keep_layers names 2"),
     ],

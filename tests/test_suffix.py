@@ -47,6 +47,7 @@ def test_length_follows_the_factor_and_what_was_asked_for():
     ids = [1, 2, 3, 4, 5, 6, 1, 2]
     assert proposed(ids, drafter=Suffix(max_factor=0.5)) == [3]
     assert proposed(ids, drafter=Suffix(max_factor=2.0)) == [3, 4, 5, 6]
+    assert proposed(ids, drafter=Suffix(max_factor=1e308)) == [3, 4, 5, 6]
     assert proposed(ids, num_draft=1) == [3]
 
 

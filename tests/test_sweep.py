@@ -212,6 +212,7 @@ def test_plan_says_which_number_to_serve_with(tmp_path, monkeypatch):
     table = found["tables"][0]
     assert found["num_draft_tokens"] == table["num_draft_tokens"]
     assert [p["num_draft_tokens"] for p in table["points"]] == list(range(1, 17))
+    assert all(p["servable"] for p in table["points"])  # lookup: any number
     fastest = max(table["points"], key=lambda p: p["speedup"])
     if fastest["speedup"] > 1:
         assert f"serve with {fastest['num_draft_tokens']} draft tokens" in line
@@ -231,3 +232,9 @@ def test_plan_says_which_number_to_serve_with(tmp_path, monkeypatch):
 def test_plan_names_only_numbers_that_an_engine_can_be_told(method, can):
     drafter = make(method, four_layer_target())  # a block of 4, 3 Medusa heads
     assert [k for k in (1, 2, 3, 4, 9) if serving.can_serve(drafter, k)] == can
+
+
+def test_plan_that_advises_against_a_drafter_quotes_what_could_be_served():
+    points = [{"speedup": s, "servable": s < 1} for s in (0.8, 0.9, 1.2)]
+    table = {"temperature": 0.0, "batch_size": 1, "num_draft_tokens": 0, "points": points}
+    assert serving.advice(table).endswith("no number of tokens gains (best 0.90x)")

@@ -54,8 +54,10 @@ def test_ties_go_to_the_lower_id_and_special_ids_come_first():
     counts_V = counts_of(8, t1=5, t3=2, t4=2, t6=2)
     assert build_draft_vocab(counts_V, 3, []).ids_D.tolist() == [1, 3, 4]
     assert build_draft_vocab(counts_V, 3, [7, 0, 7]).ids_D.tolist() == [0, 1, 7]
-    with pytest.raises(UserError, match="no room for the 2"):
+    with pytest.raises(UserError, match="no room beside the 2"):
         build_draft_vocab(counts_V, 1, [7, 0])
+    with pytest.raises(UserError, match="1 has no room beside the 1 end-of-sequence ids"):
+        build_draft_vocab(counts_V, 1, [7])  # it would have nothing to choose from
     with pytest.raises(UserError, match="special id 8 "):
         build_draft_vocab(counts_V, 3, [8])
     with pytest.raises(UserError, match="draft_vocab_size 0 "):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 import re
 import shutil
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -92,7 +94,7 @@ class Progress:
 
     def improve(self, metric: float) -> bool:
         """Note a validation metric of this step; True when it is the best so far."""
-        if self.best is not None and not metric > self.best:
+        if math.isnan(metric) or (self.best is not None and metric <= self.best):
             return False
         self.best, self.best_step = metric, self.step
         return True
@@ -312,8 +314,8 @@ def _rotate(run_dir: Path, keep: int, best_step: int | None) -> None:
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {path}: {error}") from error
 
 
 def _random_state() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
 from huggingface_hub import HfApi
 
 from data.files import read_json
@@ -82,18 +83,24 @@ def vllm_python() -> Path | None:
     return Path(folder) / "bin" / "python" if folder else None
 
 
-def is_current(out: Path, source: Path, form: str, dtype: str) -> bool:
-    """Whether `out` holds this form and dtype, and is no older than the weights of `source`."""
+def is_current(out: Path, source: Path, drafter: TrainedDrafter, form: str, dtype: str) -> bool:
+    """Whether `out` holds this drafter in this form and dtype, and is no older than `source`."""
     config, weights = out / vllm_format.CONFIG, vllm_format.WEIGHTS
     if not (config.is_file() and (out / weights).is_file()):
         return False
-    values = read_json(config)
+    if (out / weights).stat().st_mtime_ns < (source / weights).stat().st_mtime_ns:
+        return False
     try:
-        same_form = vllm_format.form_of(values, config)[1] == form
+        values = read_json(config)
+        if vllm_format.form_of(values, config)[1] != form or values.get("dtype") != dtype:
+            return False
+        found = vllm_format.load(out)
     except UserError:  # something else lies there; saving says what
         return False
-    is_newer = (out / weights).stat().st_mtime_ns >= (source / weights).stat().st_mtime_ns
-    return same_form and values.get("dtype") == dtype and is_newer
+    ours, theirs = drafter.state_dict(), found.state_dict()
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(tensor.to(theirs[name].dtype), theirs[name]) for name, tensor in ours.items()
+    )
 
 
 def form_for(names: ExportForm, drafter: TrainedDrafter, wanted: Form) -> Form:
@@ -127,7 +134,7 @@ def export(args: argparse.Namespace) -> None:
     dtype, results = target.dtype if dtype == "auto" else dtype, args.run / "results"
     facts = CardFacts(names, form, drafter, target, origin, out)
     findings = read_findings(results, drafter.method)
-    if not args.force and is_current(out, source, form, dtype):
+    if not args.force and is_current(out, source, drafter, form, dtype):
         write_card(out, facts, findings)
         print(f"{out}: up to date ({form}, {dtype}); --force exports it again")
     else:

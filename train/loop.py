@@ -326,6 +326,12 @@ def train(
                     numbers = validate(recipe, accelerator, target, prepared, measured, page)
                     drafter.config = measured.drafter.config  # with what validation fitted
                     quality = numbers.get("valid/tau", numbers.get("valid/tau_teacher_forced"))
+                    if rank == 0 and isinstance(quality, float) and math.isnan(quality):
+                        log.warning(
+                            "no held-out answer is long enough for loss.num_steps %d, so no step "
+                            "is the best one: hold out more, or set train.validate_prompts",
+                            recipe.loss.num_steps,
+                        )
                     if isinstance(quality, float) and done.improve(quality) and rank == 0:
                         best = recipe.run_dir / "drafter-best"
                         save_drafter(best, measured.drafter, target, recipe, done.num_tokens)

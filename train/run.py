@@ -22,6 +22,7 @@ from data.pipeline import aux_layers_of, prepare_together
 from data.progress import log_to_stderr
 from data.target import Target
 from drafters.methods import build_drafter
+from drafters.vllm_format import WEIGHTS
 from recipes.errors import UserError
 from recipes.schema import Recipe
 from train import checkpoint
@@ -88,9 +89,9 @@ def result_key(recipe: Recipe) -> dict[str, Any]:
 
 
 def finished(recipe: Recipe) -> bool:
-    """Whether RUN/drafter was trained with this very recipe."""
-    path = recipe.run_dir / "trained.json"
-    if not path.exists():
+    """Whether RUN/drafter is there and was trained with this very recipe."""
+    path, weights = recipe.run_dir / "trained.json", recipe.run_dir / "drafter" / WEIGHTS
+    if not (path.exists() and weights.exists()):
         return False
     record = read_json(path)
     return isinstance(record, dict) and record.get("recipe") == result_key(recipe)
@@ -129,6 +130,7 @@ def run_with(accelerator: Accelerator, recipe: Recipe, resume: bool) -> Path:
     if main:
         write_run_record(recipe)
     progress, drafter = train(recipe, accelerator, target, prepared, drafter, start)
+    check_learned(progress, recipe.run_dir)
     if main:
         save_drafter(folder, drafter, target, recipe, progress.num_tokens)
         write_json(
@@ -139,6 +141,20 @@ def run_with(accelerator: Accelerator, recipe: Recipe, resume: bool) -> Path:
         log.info(result_line(folder, *done, decoded=recipe.train.validate_prompts > 0))
     accelerator.wait_for_everyone()
     return folder
+
+
+def check_learned(progress: checkpoint.Progress, run_dir: Path) -> None:
+    """Raises UserError where steps were made and nothing was learned in any of them."""
+    if progress.step and progress.num_tokens == 0:
+        raise UserError(
+            f"{run_dir}: no token was learned in {progress.step} steps: the answers are too short "
+            "to draft in; look at data.sources and data.max_length"
+        )
+    if progress.step and progress.num_skipped == progress.step:
+        raise UserError(
+            f"{run_dir}: all {progress.step} steps were skipped, their numbers not finite; look at "
+            "train.lr, train.mixed_precision and the weights that it started from"
+        )
 
 
 def find_start(accelerator: Accelerator, recipe: Recipe, resume: bool) -> Path | None:
