@@ -13,14 +13,14 @@ import torch
 
 from data.batch import Batch, Row
 from data.hidden_states import StateStore, capture_pass, manifest_of
-from data.pipeline import data_dir, prepare
+from data.pipeline import aux_layers_of, data_dir, prepare
 from data.target import Target
 from drafters.lookup import Lookup
 from eval.metrics import PromptRecord
 from recipes.errors import UserError
 from recipes.schema import TargetSection
 from tests.benchmarks import study, study_numbers, study_plot, study_table, study_text
-from tests.benchmarks.study_heldout import heldout_rows
+from tests.benchmarks.study_heldout import heldout_parts, with_stored_states
 
 TABLE = """
 recipe:
@@ -324,15 +324,21 @@ def test_prompts_left_without_answers_are_held_out(tmp_path: Path) -> None:
     lines = answers.read_text().splitlines(keepends=True)
     answers.write_text("".join(lines[:11]))  # as if time had run out before the last 5 of 16
     left = {json.loads(line)["id"] for line in lines[11:]}
-    assert heldout_rows(recipe, prepared, target, 0) == [prepared.heldout]
-    own, *more = heldout_rows(recipe, prepared, target, 5)
-    assert own == prepared.heldout and {name for part in more for name in part.ids} == left
-    assert not (tmp_path / "heldout-5" / "data" / "states").exists()
+    assert heldout_parts(recipe, prepared, target, 0) == [(prepared.heldout, data_dir(recipe))]
+    parts = heldout_parts(recipe, prepared, target, 5)
+    assert parts[0][0] == prepared.heldout
+    assert {name for rows, _ in parts[1:] for name in rows.ids} == left
+    layers = aux_layers_of(recipe, target)
+    found = with_stored_states(parts, target, layers, "float32")
+    assert len(found) == len(prepared.heldout) + 5
+    for one in found:  # stored while the answers were written
+        states = target.forward(one.ids_S[None], None, layers)
+        torch.testing.assert_close(one.states.aux_SF, states.aux_BSF[0], rtol=1e-4, atol=1e-4)
     with pytest.raises(UserError, match=r"asks for 6 prompts, the shared answers left 5 over"):
-        heldout_rows(recipe, prepared, target, 6)
+        heldout_parts(recipe, prepared, target, 6)
     answers.write_text("".join(lines))  # now they are learned from
     with pytest.raises(UserError, match=r"heldout-5/data: the arms learn from some of its prompts"):
-        heldout_rows(recipe, prepared, target, 5)
+        heldout_parts(recipe, prepared, target, 5)
 
 
 @pytest.mark.parametrize("value", ["-1", "yes", "0.5"])

@@ -36,7 +36,7 @@ from recipes.drafter_sections import Eagle3Section
 from recipes.errors import UserError
 from recipes.schema import Recipe, dump_recipe
 from tests.benchmarks import study_numbers as numbers
-from tests.benchmarks.study_heldout import heldout_rows
+from tests.benchmarks.study_heldout import Part, heldout_parts, with_stored_states
 from tests.benchmarks.study_measure import acceptance, measure_speed, plan_of, read_speed
 from tests.benchmarks.study_plot import to_svg
 from tests.benchmarks.study_table import Table, is_trained, read_table
@@ -127,21 +127,27 @@ class Runner:
     def __init__(self, table: Table, target: Target) -> None:
         self.table, self.target = table, target
         self.recipe, self.shared = prepare_shared(table, target)
-        self._heldout: list[Row] = []
+        self._parts: list[Part] = []
         self._ngram: numbers.Heldout | None = None
 
     @property
-    def heldout(self) -> list[Row]:
-        """Rows that no arm learns from; made when they are first asked for."""
-        if not self._heldout:
-            parts = heldout_rows(self.recipe, self.shared, self.target, self.table.heldout)
-            self._heldout = [row for part in parts for row in part]
-        if len(self._heldout) < MIN_HELDOUT:
+    def parts(self) -> list[Part]:
+        """Held-out rows, those that the table adds included; made when they are first asked for."""
+        if not self._parts:
+            num_more = self.table.heldout
+            self._parts = heldout_parts(self.recipe, self.shared, self.target, num_more)
+        num = sum(len(rows) for rows, _ in self._parts)
+        if num < MIN_HELDOUT:
             raise UserError(
-                f"{len(self._heldout)} held-out rows say nothing about spread; a larger "
+                f"{num} held-out rows say nothing about spread; a larger "
                 "data.num_prompts, data.heldout_fraction or heldout gives more"
             )
-        return self._heldout
+        return self._parts
+
+    def heldout(self, aux_layers: tuple[int, ...]) -> list[Row]:
+        """These rows with the target's states."""
+        stored_as = self.recipe.data.states_dtype
+        return with_stored_states(self.parts, self.target, aux_layers, stored_as)
 
     @property
     def ngram(self) -> numbers.Heldout:
@@ -149,7 +155,7 @@ class Runner:
         if self._ngram is None:
             plan = plan_of(next(iter(self.table.arms.values())))
             lookup = make_drafters(plan, self.target, ["lookup"])["lookup"]
-            self._ngram = numbers.heldout_guesses(self.target, self.heldout, lookup)
+            self._ngram = numbers.heldout_guesses(self.target, self.heldout(()), lookup)
         return self._ngram
 
     def key(self, recipe: Recipe) -> str:
@@ -177,7 +183,8 @@ class Runner:
         elif is_trained(recipe):
             train_arm(recipe)
             vocab = prepare(recipe, self.target).vocab
-            training = measure_training(recipe, self.target, vocab, self.heldout, self.ngram)
+            rows = self.heldout(aux_layers_of(recipe, self.target))
+            training = measure_training(recipe, self.target, vocab, rows, self.ngram)
         elif name == "lookup":
             hits = numbers.rates(self.ngram.top1_CG, self.ngram.counts_CG)
             training = training | {"top1": hits}
@@ -197,7 +204,7 @@ def write_study(args: argparse.Namespace, runner: Runner) -> None:
         "target": recipe.target.model,
         "num_rows": report["num_train_rows"],
         "num_train_tokens": report["num_supervised_tokens"],
-        "num_heldout_rows": len(runner.heldout),
+        "num_heldout_rows": sum(len(rows) for rows, _ in runner.parts),
         "num_draft_tokens": recipe.eval.num_draft_tokens,
         "speed": table.speed.model_dump(),
         "contrasts": table.contrasts,

@@ -4,9 +4,14 @@ A few percent of a short set of answers say little about spread. The prompts tha
 `data.max_minutes` cut off come from the same sources, and nothing was trained on them.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
+from data.batch import Row
 from data.files import make_folder, write_json
+from data.hidden_states import StateStore, manifest_of
 from data.json_lines import read_lines, write_lines
 from data.pipeline import Prepared, data_dir, prepare
 from data.prompts import PromptReport
@@ -15,13 +20,13 @@ from data.target import Target
 from recipes.errors import UserError
 from recipes.schema import Recipe
 
+Part = tuple[RowFile, Path]  # rows, and the RUN/data that they and their states lie in
 
-def heldout_rows(
-    shared: Recipe, prepared: Prepared, target: Target, num_more: int
-) -> list[RowFile]:
+
+def heldout_parts(shared: Recipe, prepared: Prepared, target: Target, num_more: int) -> list[Part]:
     """The held-out rows of the shared answers, and those of `num_more` prompts more.
 
-    The answers to these lie in OUT/<minutes>min/heldout-N/data and are made once, without states.
+    The answers to these lie in OUT/<minutes>min/heldout-N/data and are made once.
 
     Args:
         shared: recipe of the answers that all arms learn from.
@@ -32,10 +37,10 @@ def heldout_rows(
     Raises:
         UserError: fewer prompts were left over, or one of them was answered there since.
     """
+    own = (prepared.heldout, data_dir(shared))
     if num_more == 0:
-        return [prepared.heldout]
-    update = {"num_prompts": num_more, "max_minutes": None, "states": "online"}
-    section = shared.data.model_copy(update=update)
+        return [own]
+    section = shared.data.model_copy(update={"num_prompts": num_more, "max_minutes": None})
     recipe = shared.model_copy(update={"name": f"heldout-{num_more}", "data": section})
     folder, path = data_dir(recipe), data_dir(recipe) / "prompts.jsonl"
     answered = {record["id"] for record in read_lines(data_dir(shared) / "responses.jsonl")}
@@ -53,4 +58,17 @@ def heldout_rows(
     more = prepare(recipe, target)
     if any(prompt["id"] in answered for prompt in read_lines(path)):
         raise UserError(f"{folder}: the arms learn from some of its prompts; delete the folder")
-    return [prepared.heldout, more.train, more.heldout]
+    return [own, (more.train, folder), (more.heldout, folder)]
+
+
+def with_stored_states(
+    parts: Sequence[Part], target: Target, aux_layers: tuple[int, ...], stored_as: str
+) -> list[Row]:
+    """All rows, with the states of these layers where they are stored (else they are computed)."""
+    found = []
+    for rows, folder in parts:
+        store = StateStore(folder / "states", manifest_of(target, aux_layers, stored_as))
+        for row in rows:
+            known = row.id in store
+            found.append(replace(row, states=store.get(row.id)) if known else row)
+    return found
