@@ -333,7 +333,8 @@ def test_prompts_left_without_answers_are_held_out(tmp_path: Path) -> None:
     assert len(found) == len(prepared.heldout) + 5
     for one in found:  # stored while the answers were written
         states = target.forward(one.ids_S[None], None, layers)
-        torch.testing.assert_close(one.states.aux_SF, states.aux_BSF[0], rtol=1e-4, atol=1e-4)
+        ours, theirs = one.states.aux_SF[:-1], states.aux_BSF[0, :-1]  # nothing reads the last
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     with pytest.raises(UserError, match=r"asks for 6 prompts, the shared answers left 5 over"):
         heldout_parts(recipe, prepared, target, 6)
     answers.write_text("".join(lines))  # now they are learned from
