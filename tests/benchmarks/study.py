@@ -108,8 +108,10 @@ def measure_training(
     layers, seed = aux_layers_of(recipe, target), recipe.train.seed
     before = build_drafter(recipe.drafter, target, layers, vocab, seed)
     after = load(recipe.run_dir / "drafter", TargetInfo.of(target))
-    drafters = [drafter.to(target.device) for drafter in (before, after)]
-    first, last = numbers.heldout_sums(recipe, target, vocab, rows, drafters)
+    first, last = (
+        numbers.heldout_sums(recipe, target, vocab, rows, drafter.to(target.device), num_depths)
+        for drafter, num_depths in ((before, 1), (after, numbers.num_depths(recipe)))
+    )
     hits = (last.top1_CG, last.counts_CG)
     return {
         "alpha": numbers.rates(last.alpha_CG, last.counts_CG),

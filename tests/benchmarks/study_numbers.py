@@ -55,25 +55,20 @@ def heldout_sums(
     target: Target,
     vocab: DraftVocab,
     held_out: Sequence[Row],
-    drafters: Sequence[TrainedDrafter],
-) -> list[Heldout]:
-    """What drafters of one shape do on held-out rows, teacher-forced."""
-    shape = {"num_steps": num_depths(recipe), "renormalize": False}
-    loss = recipe.loss.model_copy(update=shape)
-    distillers = []
-    for drafter in drafters:
-        distiller = Distiller(drafter, loss, vocab).to(target.device).eval()
-        distiller.use_target(target)
-        distillers.append(distiller)
-    found: list[list[list[Floats]]] = [[] for _ in drafters]
+    drafter: TrainedDrafter,
+    num_steps: int,
+) -> Heldout:
+    """What a drafter does on held-out rows at the first depths, teacher-forced."""
+    loss = recipe.loss.model_copy(update={"num_steps": num_steps, "renormalize": False})
+    distiller = Distiller(drafter, loss, vocab).to(target.device).eval()
+    distiller.use_target(target)
+    found: list[list[Floats]] = []
     for i in range(len(held_out)):
         batch = make_batch(held_out, [i], target.pad_id)
-        batch = with_states(target, batch, drafters[0].aux_layers)
-        for rows, distiller in zip(found, distillers, strict=True):
-            stats = distiller(batch)[1]
-            names = ("alpha_sum", "num_top1", "num_positions")
-            rows.append([stats[name].cpu().double().numpy() for name in names])
-    return [Heldout(*(np.stack(part) for part in zip(*rows, strict=True))) for rows in found]
+        stats = distiller(with_states(target, batch, drafter.aux_layers))[1]
+        names = ("alpha_sum", "num_top1", "num_positions")
+        found.append([stats[name].cpu().double().numpy() for name in names])
+    return Heldout(*(np.stack(part) for part in zip(*found, strict=True)))
 
 
 @torch.no_grad()
