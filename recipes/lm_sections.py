@@ -20,7 +20,7 @@ class LanguageModelSection(Section):
         default=None,
         min_length=1,
         description="init checkpoint: hub id or folder, of the target's tokenizer; numbers of "
-        "padding rows may differ",
+        "padding rows may differ; or RUN/export of a small LM, from which a PARD goes on",
     )
     revision: str | None = Field(default=None, description="hub commit or tag of drafter.model")
     keep_layers: list[CountOrZero] | None = Field(
