@@ -55,8 +55,14 @@ def _block_shape(
             f"drafter.aux_layers {list(aux_layers)}: block drafters read states after layers 1 to "
             f"{n - 1} of the target's {n} (engines disagree about those before and behind)"
         )
+    shape = layer_shape(section, target_config)
+    if section.train_head and draft_vocab_size == shape["vocab_size"]:
+        raise UserError(
+            f"drafter.train_head: true, but drafter.draft_vocab_size {draft_vocab_size} is the "
+            "whole vocabulary, whose head is the target's own; lower it, or set train_head: false"
+        )
     return {
-        **layer_shape(section, target_config),
+        **shape,
         "draft_vocab_size": draft_vocab_size,
         "aux_layers": aux_layers,
         "mask_token_id": mask_token_of(section.mask_token_id, target_config),

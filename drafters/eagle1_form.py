@@ -17,7 +17,7 @@ from drafters.eagle1 import Eagle1, Eagle1Config
 from drafters.export_form import ExportForm, Form
 from drafters.export_info import TargetInfo
 from drafters.form_reading import build_on_meta, read_dtype, read_shape, require_equal
-from drafters.shape import layer_shape, require_plain_layer
+from drafters.shape import layer_shape, require_plain_layer, warn_left_out
 from recipes.drafter_sections import Eagle1Section
 from recipes.errors import UserError
 
@@ -46,6 +46,7 @@ def initialize(drafter: Eagle1, section: Eagle1Section, target: Target) -> None:
         return
     require_plain_layer(target)
     source = target.layer_weights(-1)
+    warn_left_out(drafter.method, drafter.layers, source)
     H = drafter.config.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, H:].copy_(torch.eye(H))

@@ -10,7 +10,13 @@ import torch
 from data.target import Target
 from drafters.eagle3 import Eagle3, Eagle3Config
 from drafters.p_eagle import PEagleConfig
-from drafters.shape import layer_shape, mask_token_of, norm_weight, require_plain_layer
+from drafters.shape import (
+    layer_shape,
+    mask_token_of,
+    norm_weight,
+    require_plain_layer,
+    warn_left_out,
+)
 from recipes.drafter_sections import Eagle3Section, EagleLayers, PEagleSection
 from recipes.errors import UserError
 
@@ -74,6 +80,7 @@ def _warm_start(drafter: Eagle3, target: Target) -> None:
     """
     require_plain_layer(target)
     source = target.layer_weights(-1)
+    warn_left_out(drafter.method, drafter.layers, source)
     H = drafter.config.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -H:].copy_(torch.eye(H))

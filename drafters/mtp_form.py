@@ -18,7 +18,7 @@ from drafters.export_form import ExportForm, Form
 from drafters.export_info import TargetInfo
 from drafters.form_reading import build_on_meta, read_dtype, read_shape, require_equal
 from drafters.mtp import MTP, MTPConfig
-from drafters.shape import layer_shape, norm_weight, require_plain_layer
+from drafters.shape import layer_shape, norm_weight, require_plain_layer, warn_left_out
 from recipes.drafter_sections import MTPSection
 from recipes.errors import UserError
 
@@ -68,6 +68,7 @@ def _from_last_layer(drafter: MTP, target: Target) -> None:
     """The target's last layer, which reads the state alone; both its norms are the target's."""
     require_plain_layer(target)
     source = target.layer_weights(-1)
+    warn_left_out(drafter.method, drafter.layers, source)
     H = drafter.config.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, :H].copy_(torch.eye(H))

@@ -1,5 +1,7 @@
 """Sizes of a drafter that follow from its target unless the recipe says otherwise."""
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,6 +10,8 @@ from torch import Tensor, nn
 from data.target import Target
 from recipes.drafter_sections import LayeredSection
 from recipes.errors import UserError
+
+log = logging.getLogger("draftsmith")
 
 
 def layer_shape(section: LayeredSection, target_config: dict[str, Any]) -> dict[str, Any]:
@@ -102,3 +106,14 @@ def mask_token_of(token_id: int | None, target_config: dict[str, Any]) -> int:
 
 def _int(value: object) -> int:
     return int(str(value))
+
+
+def warn_left_out(method: str, layers: nn.Module, source: Mapping[str, Tensor]) -> None:
+    """Say what of the target's layer a drafter that starts from it has no place for."""
+    own = {name for layer in layers.children() for name, _ in layer.named_parameters()}
+    if left := sorted(source.keys() - own):
+        log.warning(
+            "drafter.init target: a %s layer has no place for the target's %s; it starts without",
+            method,
+            ", ".join(left),
+        )

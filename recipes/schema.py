@@ -310,10 +310,15 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check_medusa(self) -> Self:
         section, num_steps = self.drafter, self.loss.num_steps
-        if section.method == "medusa" and num_steps < section.num_heads:
+        if section.method == "medusa" and num_steps != section.num_heads:
             raise ValueError(
-                f"loss.num_steps={num_steps} leaves heads of drafter.num_heads={section.num_heads} "
-                f"untrained; set loss.num_steps: {section.num_heads}, or fewer heads"
+                f"loss.num_steps={num_steps}, but drafter.num_heads={section.num_heads}: each head "
+                f"learns one step; set loss.num_steps: {section.num_heads}, or as many heads"
+            )
+        if section.method == "medusa" and self.train.activation_checkpointing:
+            raise ValueError(
+                "train.activation_checkpointing: Medusa's heads keep little that could be made "
+                "again; set it to false"
             )
         return self
 
@@ -340,6 +345,13 @@ class Recipe(Section):
             raise ValueError(
                 f"train.on_policy_share={share}: a drafter of method {section.method} cannot write "
                 "text without the target; only small_lm and pard can"
+            )
+        hard = self.loss.name == "ce" or self.loss.ce_share > 0
+        if share and (hard or self.loss.position_weights == "d_pace"):
+            key = "loss.name: ce or loss.ce_share" if hard else "loss.position_weights: d_pace"
+            raise ValueError(
+                f"train.on_policy_share={share} with {key}: labels would be the drafter's own "
+                "draws, from which nothing is learned; use a loss on the target's distribution"
             )
         if share and self.data.states != "online":
             raise ValueError(

@@ -12,6 +12,7 @@ from torch import nn
 
 import train.checkpoint
 from data.files import write_json, write_text
+from data.target import Target
 from recipes.errors import UserError
 from recipes.schema import Recipe
 from train.checkpoint import (
@@ -25,7 +26,7 @@ from train.checkpoint import (
     save,
 )
 from train.optim import lr_factor, set_lr
-from train.run import check_learned, finished, result_key
+from train.run import check_learned, check_shape, finished, result_key
 
 
 def make_recipe(tmp_path, **train):
@@ -283,3 +284,27 @@ def test_random_states_come_back(tmp_path):
     drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
     run.load(path)
     assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == drawn
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ({"method": "eagle3"}, "draft_vocab_size 32000 is not within 1 and .* of 264"),
+        ({"method": "dflash", "block_size": 8, "aux_layers": [0, 2]}, "read states after layers 1"),
+        (
+            {"method": "dflash", "block_size": 8, "draft_vocab_size": 264, "train_head": True},
+            "train_head: true, but drafter.draft_vocab_size 264 is the whole vocabulary",
+        ),
+        ({"method": "pard", "mask_token_id": 264}, "mask_token_id: 264 is no token of the target"),
+        ({"method": "pard", "keep_layers": [0, 99]}, "layers are 0..7"),
+        ({"method": "pard", "init": "checkpoint", "model": "./none"}, "drafter.model './none'"),
+    ],
+)
+def test_drafter_that_the_target_cannot_have_is_refused_before_answers(drafter, message, tmp_path):
+    if "aux_layers" not in drafter and drafter["method"] == "dflash":
+        drafter = drafter | {"aux_layers": [1, 2]}
+    recipe = Recipe.model_validate(
+        make_recipe(tmp_path).model_dump(mode="json") | {"drafter": drafter}
+    )
+    with pytest.raises(UserError, match=message):
+        check_shape(recipe, Target.load(recipe.target))

@@ -164,6 +164,37 @@ def test_training_logits_are_decoding_logits_at_every_depth(
             torch.testing.assert_close(logits_KD[depth], wanted_D, rtol=1e-4, atol=atol)
 
 
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "medusa"])
+def test_recomputed_activations_are_not_kept_and_give_the_same_gradients(
+    method: str, target: Target
+) -> None:
+    kept, gradients = [], []
+    for lean in (False, True):
+        drafter, vocab = build(method, target)
+        distiller = Distiller(drafter, LossSection(num_steps=DEPTHS, renormalize=False), vocab)
+        distiller.use_target(target)
+        if lean:
+            distiller.recompute_activations()
+        batch = make_batch(drafter, target, [80], start=3)
+        numbers = [0]
+
+        def count(tensor: Tensor, numbers: list[int] = numbers) -> Tensor:
+            numbers[0] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = distiller(batch)[0]
+        kept.append(numbers[0])
+        loss.backward()
+        gradients.append(
+            {n: w.grad.clone() for n, w in drafter.named_parameters() if w.grad is not None}
+        )
+    assert kept[1] < 0.9 * kept[0], kept
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-6)
+
+
 @EVERY
 def test_a_row_trains_the_same_alone_and_beside_others(method: str, target: Target) -> None:
     drafter = make(method, target)

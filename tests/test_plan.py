@@ -178,6 +178,13 @@ def test_activation_checkpointing_keeps_less_and_gives_the_same_gradients() -> N
         assert torch.equal(found[1][name], grad), name
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "int8", "float8_e4m3"])
+def test_states_that_are_stored_in_eight_bits_are_computed_in_sixteen(stored: str) -> None:
+    keys = make_recipe().model_dump(mode="json")
+    keys["data"] |= {"states": "cached", "states_dtype": stored}
+    assert sizes_of(Recipe.model_validate(keys)).shape.states_bytes == 2
+
+
 def test_bytes_live_only_as_long_as_their_tensors() -> None:
     given = torch.ones(1000)
     with LiveBytes() as live:

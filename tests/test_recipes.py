@@ -203,6 +203,19 @@ def test_wrong_value_names_key_value_and_what_was_expected(tmp_path, override, m
         (["drafter={method: dflash, block_size: 4}"], "set loss.num_steps: 3, or another"),
         (["drafter={method: dspark, sample_from_anchor: false}"], "set loss.num_steps: 6, or"),
         (["drafter={method: dspark, block_size: 9}", "loss.num_steps=1"], "drafts 9 tokens"),
+        (["drafter={method: medusa}"], "num_steps=7, but drafter.num_heads=3: each head learns"),
+        (
+            ["drafter={method: medusa, num_heads: 7}", "train.activation_checkpointing=true"],
+            "Medusa's heads keep little",
+        ),
+        *(
+            (["drafter={method: small_lm}", "loss.num_steps=1", "train.on_policy_share=0.5", x], m)
+            for x, m in (
+                ("loss.name=ce", "with loss.name: ce or loss.ce_share: labels would be"),
+                ("loss.ce_share=0.1", "with loss.name: ce or loss.ce_share: labels would be"),
+                ("loss.position_weights=d_pace", "with loss.position_weights: d_pace"),
+            )
+        ),
         (["drafter.num_attention_heads=6", "drafter.num_key_value_heads=4"], "multiple"),
     ],
 )
@@ -322,6 +335,8 @@ def test_p73_every_switch_takes_each_of_its_values(tmp_path, key, value, overrid
     method = overrides[0].partition("=")[2] if overrides else ""
     if method == "small_lm":  # it trains one depth alone
         overrides = [*overrides, "loss.num_steps=1"]
+    if method == "medusa":
+        overrides = [*overrides, "drafter.num_heads=7"]
     if method == "dflash" or (name, value) == ("sample_from_anchor", False):
         overrides = [*overrides, "drafter.block_size=8"]  # whose drafts are of 7
     needed = NEEDED.get((method, name, value), "").split()

@@ -57,7 +57,7 @@ def test_no_weight_is_left_out(method: str, what: str, target: Target) -> None:
 def test_medusa_heads_without_a_step_are_refused() -> None:
     smoke, heads = ROOT / "recipes" / "smoke.yaml", "drafter={method: medusa, num_heads: 3}"
     with pytest.raises(
-        UserError, match=r"num_steps=2 leaves heads of drafter.num_heads=3 untrained"
+        UserError, match=r"num_steps=2, but drafter.num_heads=3: each head learns one"
     ):
         load_recipe(smoke, [heads, "loss.num_steps=2"])
     assert load_recipe(smoke, [heads, "loss.num_steps=3"]).loss.num_steps == 3

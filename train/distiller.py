@@ -18,6 +18,8 @@ from drafters.anchors import anchors_of
 from drafters.base import Slots, TrainedDrafter
 from drafters.eagle3 import Eagle3
 from drafters.layers import MLP
+from drafters.p_eagle import PEagle
+from drafters.small_lm import SmallLM
 from recipes.schema import LossSection
 from recipes.train_section import TrainSection
 from train.linear_loss import Teacher, head_pass, linear_loss
@@ -63,12 +65,17 @@ class Distiller(nn.Module):
     def recompute_activations(self) -> None:
         """Keep less of the drafter's forward pass and run it again in the backward pass.
 
-        EAGLE-3 and its kin run whole rollout steps again, the others their MLPs.
+        EAGLE-1, EAGLE-3 and MTP run whole rollout steps again, language models their layers, the
+        others their MLPs. Medusa has none of these (recipes refuse it).
         """
-        if isinstance(self.drafter, Eagle3):
-            self.drafter.recompute = True
+        drafter = self.drafter
+        if isinstance(drafter, SmallLM):
+            drafter.lm.gradient_checkpointing_enable({"use_reentrant": False})
             return
-        for module in self.drafter.modules():
+        if isinstance(drafter, Eagle3) and not isinstance(drafter, PEagle):
+            drafter.recompute = True
+            return
+        for module in drafter.modules():
             if isinstance(module, MLP):
                 module.recompute = True
 

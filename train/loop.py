@@ -44,7 +44,7 @@ from train.shards import (
     whole_drafter,
 )
 from train.step_clock import StepClock
-from train.validate import means_of, sum_over_ranks, total_sums, validate, with_states
+from train.validate import Numbers, means_of, sum_over_ranks, total_sums, validate, with_states
 from train.weights import save_drafter
 
 log = logging.getLogger("draftsmith")
@@ -228,6 +228,15 @@ def train(
             )
         return with_states(target, batch, drafter.aux_layers)
 
+    def measure(page: Path | None) -> tuple[Distiller, Numbers]:
+        """Validate; what that fits (DSpark's temperatures) is in no checkpoint."""
+        measured = distiller
+        if divides_weights(accelerator):
+            measured = make_distiller(recipe, target, prepared, whole())
+        numbers = validate(recipe, accelerator, target, prepared, measured, page)
+        drafter.config = measured.drafter.config
+        return measured, numbers
+
     norms = done.window.pop("grad_norm", [])
     sums = {  # since the last logged line; those of an interrupted window lie with rank 0
         name: torch.tensor(values, dtype=torch.float64, device=target.device) * (rank == 0)
@@ -250,7 +259,9 @@ def train(
     steps = f"steps of {recipe.name}"
     bar = progress(num_steps, steps, math.inf, done.step, accelerator.is_main_process)
     with metrics_log, bar as advance, _Signals() as signals, closing(reader):
-        if done.step < num_steps:
+        if done.step >= num_steps or done.seconds >= limit:
+            measure(None)  # all steps were made, and the drafter was not saved
+        else:
             for window in timer.waiting(reader):
                 # ---- one optimizer step ----
                 elapsed = _same_everywhere(accelerator, clock() - began, limit)
@@ -319,12 +330,8 @@ def train(
                 every = section.validate_every
                 if last or (every and done.step % every == 0):
                     paused, paused_at = time.monotonic(), clock()
-                    measured = distiller
-                    if divides_weights(accelerator):
-                        measured = make_distiller(recipe, target, prepared, whole())
                     page = recipe.run_dir / "samples" / f"step-{done.step}.html"
-                    numbers = validate(recipe, accelerator, target, prepared, measured, page)
-                    drafter.config = measured.drafter.config  # with what validation fitted
+                    measured, numbers = measure(page)
                     quality = numbers.get("valid/tau", numbers.get("valid/tau_teacher_forced"))
                     if rank == 0 and isinstance(quality, float) and math.isnan(quality):
                         log.warning(

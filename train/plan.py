@@ -11,7 +11,8 @@ from data.embedded import config_of
 from data.estimate import estimate_data
 from data.files import read_json
 from data.pipeline import data_dir
-from data.target_config import DTYPES, resolve_device, resolve_dtype
+from data.state_codec import compute_dtype
+from data.target_config import resolve_device, resolve_dtype
 from drafters.methods import build_on_meta
 from recipes.schema import Recipe
 from train.step_memory import Shape, StepMemory, step_memory
@@ -88,7 +89,7 @@ def sizes_of(recipe: Recipe, on_gpu: bool | None = None, num_local: int | None =
         target_parameters=layer * n + ends,
         held_parameters=layer * _held_layers(recipe, n, num_local) + ends,
         target_bytes=target_bytes,
-        states_bytes=DTYPES[data.states_dtype].itemsize if cached else target_bytes,
+        states_bytes=compute_dtype(data.states_dtype).itemsize if cached else target_bytes,
         num_rows=1 if section.packing else batch_rows,
         length=packed if section.packing else length,
         on_gpu=bool(on_gpu) or resolve_device(recipe.target.device).type == "cuda",

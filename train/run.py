@@ -21,7 +21,8 @@ from data.files import read_json, write_json
 from data.pipeline import aux_layers_of, prepare_together
 from data.progress import log_to_stderr
 from data.target import Target
-from drafters.methods import build_drafter
+from data.vocab import build_draft_vocab
+from drafters.methods import build_drafter, build_on_meta
 from drafters.vllm_format import WEIGHTS
 from recipes.errors import UserError
 from recipes.schema import Recipe
@@ -120,6 +121,7 @@ def run_with(accelerator: Accelerator, recipe: Recipe, resume: bool) -> Path:
     unset_hf_deepspeed_config()
     target = Target.load(recipe.target)
     log.info("target %s in %s on %s", target.name, target.dtype, target.device)
+    check_shape(recipe, target)
     rank, world = accelerator.process_index, accelerator.num_processes
     prepared = prepare_together(recipe, target, rank, world, accelerator.wait_for_everyone)
     drafter = build_drafter(
@@ -141,6 +143,18 @@ def run_with(accelerator: Accelerator, recipe: Recipe, resume: bool) -> Path:
         log.info(result_line(folder, *done, decoded=recipe.train.validate_prompts > 0))
     accelerator.wait_for_everyone()
     return folder
+
+
+def check_shape(recipe: Recipe, target: Target) -> None:
+    """Refuse a drafter that this target cannot have, before hours of answers are written.
+
+    Raises:
+        UserError: sizes, layers, mask token or first model do not fit.
+    """
+    size = recipe.drafter.draft_vocab_size
+    build_draft_vocab(torch.zeros(target.vocab_size, dtype=torch.int64), size, target.eos_ids)
+    aux_layers = aux_layers_of(recipe, target)
+    build_on_meta(recipe.drafter, target.config.to_dict(), aux_layers, size or target.vocab_size)
 
 
 def check_learned(progress: checkpoint.Progress, run_dir: Path) -> None:

@@ -141,6 +141,7 @@ def whole_drafter(
     with torch.device("meta"):
         whole = METHODS[drafter.method].drafter(drafter.config)
     whole.load_state_dict(weights, strict=True, assign=True)
+    whole.num_anchors = drafter.num_anchors  # of what validation looks at, too
     whole.use_target(target)
     return whole
 
