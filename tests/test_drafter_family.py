@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from data.batch import Batch, Row, collate
@@ -42,6 +43,7 @@ from recipes.drafter_sections import (
 from recipes.errors import UserError
 from recipes.schema import LossSection, TargetSection, load_recipe
 from tests.tiny_exports import ROOT
+from train import shards
 from train.distiller import Distiller
 from train.loop import with_states
 
@@ -219,6 +221,18 @@ def test_nothing_behind_the_drafted_tokens_reaches_a_draft(method: str, target: 
         assert torch.equal(before[6, depth], after[6, depth])
     reached = 7 if drafter.aux_layers else 10  # and what it may know does reach it
     assert not torch.equal(before[reached, 0], after[reached, 0])
+
+
+def test_whole_copy_of_divided_weights_looks_at_as_many_anchors(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make("dflash", target)
+    drafter.num_anchors = 4
+    monkeypatch.setattr(shards, "divides_weights", lambda _: True)
+    whole = shards.whole_drafter(Accelerator(cpu=True), drafter, target)
+    assert whole is not drafter and whole.num_anchors == 4
+    ours, theirs = drafter.state_dict(), whole.state_dict()
+    assert all(torch.equal(theirs[name], values) for name, values in ours.items())
 
 
 @EVERY

@@ -200,3 +200,25 @@ def test_processor_minutes_do_not_pass_while_the_machine_is_busy_elsewhere(
         distill(load_recipe(ROOT / SMOKE, [*FAST, *changes]), resume=False)
         steps[kind] = max(metrics(folder, "step"))
     assert steps == {"processor": 20, "wall": 1}
+
+
+def test_a_run_killed_before_it_was_saved_gets_its_temperatures_again(tmp_path: Path) -> None:
+    # Validation fits what makes DSpark's confidence a probability; no checkpoint holds it.
+    changes = [
+        f"output_dir={tmp_path}",
+        "drafter={method: dspark, num_layers: 1, num_aux_layers: 1, block_size: 3, "
+        "markov_rank: 8, confidence_threshold: 0.2}",
+        "data.states=online",
+        "train.max_steps=3",
+    ]
+    recipe = load_recipe(ROOT / SMOKE, [*FAST, *changes])
+    distill(recipe, resume=False)
+    run_dir = tmp_path / "smoke"
+    names = ("config.json", "model.safetensors")
+    whole = [(run_dir / "drafter" / name).read_bytes() for name in names]
+    assert len(json.loads(whole[0])["confidence_temperatures"]) == 3
+    shutil.rmtree(run_dir / "drafter")
+    (run_dir / "trained.json").unlink()
+    distill(recipe, resume=True)
+    assert [(run_dir / "drafter" / name).read_bytes() for name in names] == whole
+    assert max(metrics(tmp_path, "step")) == 3
