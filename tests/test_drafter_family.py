@@ -223,6 +223,18 @@ def test_nothing_behind_the_drafted_tokens_reaches_a_draft(method: str, target: 
     assert not torch.equal(before[reached, 0], after[reached, 0])
 
 
+@pytest.mark.parametrize("section", [Eagle3Section(**SIZES, init="target"), MTPSection()])
+def test_what_a_warm_start_leaves_out_is_said(
+    section: DrafterSection, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = section.model_copy(update={"init": "target"})
+    vocab = DraftVocab(torch.arange(target.vocab_size)[:132], target.vocab_size)
+    aux = tuple(section.aux_layers or section.default_aux_layers(target.num_layers))
+    build_drafter(section, target, aux, vocab, seed=0)
+    said = "has no place for the target's self_attn.k_norm.weight, self_attn.q_norm.weight"
+    assert (said in caplog.text) == (section.method == "eagle3")  # MTP has norms of its own
+
+
 def test_whole_copy_of_divided_weights_looks_at_as_many_anchors(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
