@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data.batch import Batch, Row, collate
 from data.target import Target
-from data.vocab import DraftVocab
+from data.vocab import DraftVocab, full_vocab
 from drafters.anchors import anchors_of
 from drafters.base import Sampling, TrainedDrafter
 from drafters.drafting import Draft
@@ -228,9 +228,8 @@ def test_what_a_warm_start_leaves_out_is_said(
     section: DrafterSection, target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
     section = section.model_copy(update={"init": "target"})
-    vocab = DraftVocab(torch.arange(target.vocab_size)[:132], target.vocab_size)
     aux = tuple(section.aux_layers or section.default_aux_layers(target.num_layers))
-    build_drafter(section, target, aux, vocab, seed=0)
+    build_drafter(section, target, aux, full_vocab(target.vocab_size), seed=0)
     said = "has no place for the target's self_attn.k_norm.weight, self_attn.q_norm.weight"
     assert (said in caplog.text) == (section.method == "eagle3")  # MTP has norms of its own
 
