@@ -82,8 +82,7 @@ def aggregate(records: Sequence[PromptRecord], seed: int = 0) -> AcceptanceResul
     accepted: list[int] = []
     emitted_by_prompt: dict[str, int] = {}
     rounds_by_prompt: dict[str, int] = {}
-    before_stop = 0
-    num_missing = 0
+    before_stop = num_rejected = num_missing = 0
     for record in records:
         if record.proposed is None or record.accepted is None:
             num_missing += 1
@@ -94,13 +93,15 @@ def aggregate(records: Sequence[PromptRecord], seed: int = 0) -> AcceptanceResul
         before_stop += sum(record.accepted_before_stop or record.accepted)
         num_rounds = len(record.accepted)
         emitted = sum(record.accepted) + num_rounds - int(record.ends_inside_draft)
+        # What stands behind the end of an answer was not rejected, whatever the verifier made of it.
+        judged = record.accepted[:-1] if record.ends_inside_draft else record.accepted
+        num_rejected += sum(a < k for a, k in zip(judged, record.proposed, strict=False))
         name = record.prompt_id
         emitted_by_prompt[name] = emitted_by_prompt.get(name, 0) + emitted
         rounds_by_prompt[name] = rounds_by_prompt.get(name, 0) + num_rounds
 
     known = num_missing < len(records) or not records
     num_rounds, num_proposed, num_accepted = len(accepted), sum(proposed), sum(accepted)
-    num_tested = sum(a + (a < k) for a, k in zip(accepted, proposed, strict=True))
     survivors = [sum(a >= i for a in accepted) for i in range(1, max(proposed, default=0) + 1)]
     emitted_C = np.array(list(emitted_by_prompt.values()), dtype=np.float64)
     rounds_C = np.array(list(rounds_by_prompt.values()), dtype=np.float64)
@@ -113,7 +114,7 @@ def aggregate(records: Sequence[PromptRecord], seed: int = 0) -> AcceptanceResul
         "num_accepted": num_accepted if known else None,
         "num_tokens": sum(record.num_tokens for record in records),
         "acceptance_rate": _ratio(num_accepted, num_proposed),
-        "acceptance_rate_tested": _ratio(num_accepted, num_tested),
+        "acceptance_rate_tested": _ratio(num_accepted, num_accepted + num_rejected),
         "alpha": _ratio(sum(r.alpha_sum for r in records), sum(r.alpha_count for r in records)),
         "mean_accepted": _ratio(num_accepted, num_rounds),
         "tau": _ratio(sum(emitted_by_prompt.values()), num_rounds),

@@ -99,6 +99,23 @@ def test_end_token_inside_the_draft_earns_no_bonus() -> None:
     assert aggregate([record])["tau"] == pytest.approx((3 + 1 + 2) / 2)
 
 
+@pytest.mark.parametrize(
+    ("accepted", "ends_inside", "expected"),
+    [
+        ([4, 2], True, 1.0),  # the end stopped the second round; nothing was rejected
+        ([4, 4], True, 1.0),  # the last draft token is the end
+        ([1, 2], True, 3 / 4),  # rejected in the first round alone
+        ([4, 2], False, 6 / 7),
+    ],
+)
+def test_an_answers_end_inside_the_draft_rejects_nothing(
+    accepted: list[int], ends_inside: bool, expected: float
+) -> None:
+    record = prompt("a", accepted, k=4)
+    record.ends_inside_draft = ends_inside
+    assert aggregate([record])["acceptance_rate_tested"] == pytest.approx(expected)
+
+
 def test_position_never_reached_has_no_conditional() -> None:
     result = aggregate([prompt("a", [1, 0])])
     assert result["survival"] == [0.5, 0.0, 0.0]
