@@ -151,6 +151,10 @@ def refuse_ignored(arguments: argparse.Namespace, section: EvalSection) -> None:
             value = getattr(arguments, key)
             if value is not None and "," in value:
                 raise UserError(f"--certify takes one --{key.replace('_', '-')}, not {value}")
+    if section.verification == "tree" and arguments.plan:
+        raise UserError(
+            "--plan predicts chains, but eval.verification is tree; give eval.verification=token"
+        )
     if section.verification == "tree" and arguments.num_draft_tokens is not None:
         raise UserError(
             "--num-draft-tokens is not for trees: eval.tree gives their depth and breadth"

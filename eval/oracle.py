@@ -1,5 +1,7 @@
 """A perfect drafter: it proposes the target's own tokens at the cost of a real drafter.
 
+In every round it proposes as many as the real one does there: what that cannot draft, it has not
+paid for.
 Its speedup is the ceiling of that drafter: what training alone could still gain. Only greedy
 decoding has answers that are known beforehand, so it is measured at temperature 0.
 
@@ -22,7 +24,7 @@ class _State(NamedTuple):
 
 
 class Replay(DecodingDrafter):
-    """Runs the drafter `inner`, throws its tokens away and proposes what the target answered.
+    """Runs the drafter `inner` and proposes, for each token of its draft, the target's own.
 
     answers: by prompt ids, each the tokens of the target alone, the prefill's included.
     """
@@ -59,9 +61,10 @@ class Replay(DecodingDrafter):
         seen_BV: Tensor | None = None,
     ) -> Proposal:
         drafted = self.inner.propose(state.inner, num_draft, sampling, uniforms_BK, seen_BV)
-        rows = zip(state.answers, state.places, strict=True)
-        known = [answer[place : place + num_draft] for answer, place in rows]
-        tokens = [ids + [0] * (num_draft - len(ids)) for ids in known]
+        rows = zip(state.answers, state.places, drafted.num_proposed_B.tolist(), strict=True)
+        known = [answer[place : place + num] for answer, place, num in rows]
+        width = drafted.tokens_BK.shape[1]
+        tokens = [ids + [0] * (width - len(ids)) for ids in known]
         device = drafted.tokens_BK.device
         return Proposal(
             torch.tensor(tokens, dtype=torch.int64, device=device),

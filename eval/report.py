@@ -148,8 +148,8 @@ COLUMNS = tuple(Column(*column) for column in (
      "Speedup predicted from alpha alone, as if every proposed token were accepted independently "
      "with this chance.", False),
     ("oracle_share", "Of perfect", value_of("oracle_share", ".0%"),
-     "Measured speedup / that of a perfect drafter, which proposes the target's own tokens at the "
-     "same cost. The rest is what a better drafter of this size could still win.", True, True),
+     "Measured speedup / that of a perfect drafter, which proposes the target's own tokens, "
+     "as many a round, at the same cost. The rest is what a better drafter of this size could still win.", True, True),
     ("best_num_draft_tokens", "Best K", value_of("best_num_draft_tokens"),
      "The number of drafted tokens with the largest predicted speedup, of those that rounds "
      "reached; 0: none beats the target alone.", True, True),

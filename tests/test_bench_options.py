@@ -35,6 +35,7 @@ def plan_of(monkeypatch: pytest.MonkeyPatch, *words: str):
         ("--oracle eval.drafters=[lookup]", "oracle times a perfect drafter"),
         ("--oracle eval.verification=tree", "oracle times a perfect drafter"),
         ("eval.verification=tree --num-draft-tokens 5", "is not for trees"),
+        ("--plan eval.verification=tree", "--plan predicts chains, but eval.verification is tree"),
         ("eval.seed=-1", "eval.seed: -1 is not valid"),
     ],
 )

@@ -1,5 +1,7 @@
 """Teacher-forced acceptance: the same numbers as one pass by hand, for drafters of any kind."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from drafters.lookup import Lookup
 from eval.decode import DecodeSettings, decode
 from eval.forced import teacher_forced
 from eval.oracle import Replay
+from tests.exports_of_all import four_layer_target, make
 from tests.scripted import FixedLaw, Oracle, ScriptedTarget
 from tests.test_measure import make_eagle, make_target
 
@@ -80,3 +83,27 @@ def test_oracle_proposes_nothing_where_the_answer_is_not_known():
     (plain,), _ = decode(target, None, [[5, 6]], settings)
     assert row.ids == plain.ids
     assert all(r.proposed == 0 for r in row.rounds)
+
+
+@pytest.mark.parametrize(("method", "most"), [("medusa", 3), ("dflash", 3), ("dspark", 4)])
+def test_oracle_proposes_no_more_than_its_drafter_can_draft(method, most):
+    """3 heads, and a block of 4, are asked for 6 tokens."""
+    target = four_layer_target(eos_token_id=[])
+    prompt, settings = [5, 6, 7], DecodeSettings(max_new_tokens=14, num_draft=6)
+    (plain,), _ = decode(target, None, [prompt], settings)
+    drafter = Replay(make(method, target), {tuple(prompt): plain.ids})
+    (row,), _ = decode(target, drafter, [prompt], settings)
+    assert row.ids == plain.ids
+    assert all(r.accepted == r.proposed for r in row.rounds)
+    assert max(r.emitted for r in row.rounds) == most + 1
+
+
+def test_oracle_stops_where_the_drafters_confidence_does():
+    target = four_layer_target()
+    unsure = make("dspark", target)
+    unsure.config = replace(unsure.config, confidence_threshold=1.0)
+    settings = DecodeSettings(max_new_tokens=6, num_draft=3)
+    (plain,), _ = decode(target, None, [[5, 6]], settings)
+    (row,), _ = decode(target, Replay(unsure, {(5, 6): plain.ids}), [[5, 6]], settings)
+    assert row.ids == plain.ids
+    assert [r.proposed for r in row.rounds] == [0] * (len(plain.ids) - 1)
