@@ -91,7 +91,7 @@ def check(
     Args:
         folder: an exported folder, ours or somebody else's.
         against: folder of the weights it should hold; None = RUN/drafter of RUN/export.
-        target_name: hub id or folder; None = what draftsmith.json says.
+        target_name: hub id or folder; None = what draftsmith.json says, with its revision.
         vllm_python: interpreter of an environment with vLLM; None = no third question.
 
     Raises:
@@ -182,11 +182,14 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any], before: str) -> 
 
 
 def _target(folder: Path, name: str | None, is_ours: bool) -> Target:
+    """The named one; else the one that draftsmith.json names, of its revision."""
+    revision = None
     if name is None:
         if not is_ours:
             raise UserError(f"{folder}: names no target; give --target")
-        name = load_origin(folder)[0].name
-    return Target.load(TargetSection(model=name, dtype="float32"))
+        info = load_origin(folder)[0]
+        name, revision = info.name, info.revision
+    return Target.load(TargetSection(model=name, revision=revision, dtype="float32"))
 
 
 def _read(folder: Path, target: Target, found: Checked) -> TrainedDrafter:

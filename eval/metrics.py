@@ -93,7 +93,7 @@ def aggregate(records: Sequence[PromptRecord], seed: int = 0) -> AcceptanceResul
         before_stop += sum(record.accepted_before_stop or record.accepted)
         num_rounds = len(record.accepted)
         emitted = sum(record.accepted) + num_rounds - int(record.ends_inside_draft)
-        # What stands behind the end of an answer was not rejected, whatever the verifier made of it.
+        # An answer that ends inside a draft rejected nothing of that draft.
         judged = record.accepted[:-1] if record.ends_inside_draft else record.accepted
         num_rejected += sum(a < k for a, k in zip(judged, record.proposed, strict=False))
         name = record.prompt_id

@@ -149,7 +149,8 @@ COLUMNS = tuple(Column(*column) for column in (
      "with this chance.", False),
     ("oracle_share", "Of perfect", value_of("oracle_share", ".0%"),
      "Measured speedup / that of a perfect drafter, which proposes the target's own tokens, "
-     "as many a round, at the same cost. The rest is what a better drafter of this size could still win.", True, True),
+     "as many a round, at the same cost. The rest is what a better drafter of this size could "
+     "still win.", True, True),
     ("best_num_draft_tokens", "Best K", value_of("best_num_draft_tokens"),
      "The number of drafted tokens with the largest predicted speedup, of those that rounds "
      "reached; 0: none beats the target alone.", True, True),

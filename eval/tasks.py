@@ -46,8 +46,8 @@ def load_task(spec: str, heldout: Sequence[Conversation] | None = None) -> Task:
 
     Args:
         spec: `mt_bench`, `humaneval:20`, `gsm8k`, `heldout:16`, `PATH.jsonl` or `PATH.jsonl:10`.
-        heldout: conversations of the held-out split; only for `heldout`. Their answers are left
-            out: the target answers again.
+        heldout: rows of the held-out split; only for `heldout`. Each conversation is one prompt,
+            and its answers are left out: the target answers again.
 
     Returns:
         The task under the name `spec`; prompts may have follow-up user messages in `turns`.
@@ -123,7 +123,7 @@ def _heldout_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
             "and at least two conversations, or name another task"
         )
     prompts = []
-    for conversation in conversations:
+    for conversation in _longest_rows(conversations):
         try:
             prompt = cut_prompt(conversation, conversation["source"])
         except BadRow as error:
@@ -131,6 +131,22 @@ def _heldout_prompts(conversations: Sequence[Conversation]) -> list[Prompt]:
         prompt["id"] = conversation["id"]  # links the record to the training data
         prompts.append(prompt)
     return prompts
+
+
+def _longest_rows(rows: Sequence[Conversation]) -> list[Conversation]:
+    """The longest row of each conversation, in the order of the first ones.
+
+    Where a template rewrites history, a conversation has a row a turn: ID, ID+2, ID+3 (data.talks),
+    each with all turns up to its own.
+    """
+    ids = {row["id"] for row in rows}
+    longest: dict[str, Conversation] = {}
+    for row in rows:
+        first, plus, turn = row["id"].rpartition("+")
+        name = first if plus and turn.isdecimal() and first in ids else row["id"]
+        if name not in longest or len(row["messages"]) > len(longest[name]["messages"]):
+            longest[name] = row
+    return list(longest.values())
 
 
 def _categories_in_turn(prompts: list[Prompt]) -> list[Prompt]:

@@ -32,6 +32,7 @@ from eval.reading_faults import Reading, agreement, as_read, drafts_of, make_row
 from recipes.drafter_sections import MTPSection
 from recipes.errors import UserError
 from recipes.lm_sections import PardSection, SmallLMSection
+from recipes.schema import TargetSection
 from tests.exports_of_all import (
     FORMS,
     NUM_DRAFT,
@@ -94,6 +95,27 @@ def test_p77_export_of_each_method_agrees_with_its_weights(method, form, target,
     found = check(folder, None, None, None)
     assert found.passed, to_text(found)
     assert any("drafts: all" in line for line in found.lines)
+
+
+@pytest.mark.parametrize(
+    ("named", "wanted"), [(None, ("org/name", "0a1b2c3")), ("org/other", ("org/other", None))]
+)
+def test_target_is_loaded_at_the_revision_of_the_export(
+    named, wanted, target, tmp_path, monkeypatch
+):
+    folder = export(make("eagle3", target), target, tmp_path / "export")
+    info = json.loads((folder / "draftsmith.json").read_text())
+    info["target"] |= {"name": "org/name", "revision": "0a1b2c3"}
+    (folder / "draftsmith.json").write_text(json.dumps(info))
+    loaded = []
+
+    def load(section: TargetSection) -> Target:
+        loaded.append((section.model, section.revision))
+        return target
+
+    monkeypatch.setattr(Target, "load", load)
+    assert check(folder, None, named, None).passed
+    assert loaded == [wanted]
 
 
 @pytest.mark.parametrize("method", ["mtp", "small_lm", "pard"])

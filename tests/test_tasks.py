@@ -62,6 +62,24 @@ def test_heldout_takes_the_conversations_without_their_answers() -> None:
         load_task("heldout", heldout=[])
 
 
+def test_heldout_asks_each_conversation_once() -> None:
+    """A template that drops earlier thinking gives a row a turn; the longest holds all turns."""
+    said = [{"role": role, "content": role[0] + str(n)} for n in (1, 2, 3)
+            for role in ("user", "assistant")]  # fmt: skip
+    rows = [
+        {"id": name, "messages": said[:end], "source": "book"}
+        for name, end in [("c", 2), ("c+2", 4), ("c+3", 6), ("a+2", 4), ("b", 2)]
+    ]  # "a+2" is the name of a conversation: there is no row "a"
+    prompts = load_task("heldout", heldout=rows).prompts
+    assert [(p["id"], p["turns"]) for p in prompts] == [
+        ("c+3", ["u2", "u3"]),
+        ("a+2", ["u2"]),
+        ("b", []),
+    ]
+    with pytest.raises(UserError, match="asks for 4 prompts, heldout has 3"):
+        load_task("heldout:4", heldout=rows)
+
+
 def test_file_task(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"prompt": "A"}) + "\n" + json.dumps({"prompt": "B"}) + "\n")
