@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from data.target import Target
+from drafters.base import TrainedDrafter
 from eval.theory import Costs
 
 
@@ -87,9 +88,25 @@ def target_work(target: Target, context: int) -> Work:
     return Work(weights * itemsize, 2 * weights, cached, attention)
 
 
-def drafter_work(num_params: int, itemsize: int) -> Work:
-    """A pass of a drafter whose every weight is used once, its short cache left out."""
-    return Work(num_params * itemsize, 2 * num_params)
+def weights_read(drafter: TrainedDrafter) -> int:
+    """How many weights a pass multiplies: its own, and its head once, also where it is borrowed.
+
+    Of a table that tokens are looked up in, a few rows are read; it counts where it is the head.
+    """
+    used = {weight.data_ptr(): weight.numel() for weight in drafter.parameters()}
+    tables = [part.weight for part in drafter.modules() if isinstance(part, torch.nn.Embedding)]
+    for weight in [*tables, *drafter.vocabulary_weights()]:
+        used.pop(weight.data_ptr(), None)
+    for head in drafter.head_weights():
+        parts = head if isinstance(head, tuple) else (head,)
+        used |= {part.data_ptr(): part.numel() for part in parts}
+    return sum(used.values())
+
+
+def drafter_work(drafter: TrainedDrafter, itemsize: int) -> Work:
+    """A pass of a drafter, its short cache left out."""
+    weights = weights_read(drafter)
+    return Work(weights * itemsize, 2 * weights)
 
 
 def pass_ms(device: Device, work: Work, batch_size: int, num_positions: int) -> float:

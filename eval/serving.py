@@ -193,9 +193,8 @@ def _least_costs(
 ) -> theory.Costs:
     """The costs on the roofline; whether a draft is one pass is told from its measured times."""
     weights = None
-    if isinstance(drafter, torch.nn.Module):
-        num_params = sum(p.numel() for p in drafter.parameters())
-        weights = roofline.drafter_work(num_params, target.dtype.itemsize)
+    if isinstance(drafter, TrainedDrafter):
+        weights = roofline.drafter_work(drafter, target.dtype.itemsize)
     parallel = costs.draft(MAX_PREDICTED) < PARALLEL * costs.draft(1)
     work = roofline.target_work(target, context)
     return roofline.roofline_costs(bound, work, weights, batch_size, MAX_PREDICTED, parallel)

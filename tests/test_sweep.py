@@ -4,17 +4,22 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from data.prompt_rows import make_prompt
+from data.vocab import full_vocab
 from drafters.base import Sampling
 from drafters.lookup import Lookup
+from drafters.methods import build_drafter
 from eval import costs, serving, sweep
 from eval.measure import measure
 from eval.results import Plan, export_hash, is_done, result_path
-from eval.roofline import DEVICES
+from eval.roofline import DEVICES, drafter_work, weights_read
 from eval.tasks import Task
 from eval.theory import Costs
+from recipes.drafter_sections import MTPSection
 from recipes.errors import UserError
+from recipes.lm_sections import SmallLMSection
 from recipes.schema import Recipe
 from tests.exports_of_all import four_layer_target, make
 from tests.scripted import ScriptedTarget
@@ -232,6 +237,49 @@ def test_plan_says_which_number_to_serve_with(tmp_path, monkeypatch):
 def test_plan_names_only_numbers_that_an_engine_can_be_told(method, can):
     drafter = make(method, four_layer_target())  # a block of 4, 3 Medusa heads
     assert [k for k in (1, 2, 3, 4, 9) if serving.can_serve(drafter, k)] == can
+
+
+TABLE = 264 * 32  # an embedding or a head of the tiny target
+
+
+@pytest.mark.parametrize(
+    ("method", "section", "more"),
+    [
+        ("eagle3", {}, 0),  # a head of its own
+        ("medusa", {}, 0),  # three of them
+        ("medusa", {"shared_head": True}, 0),  # the target's, which counts among its parameters
+        ("eagle1", {}, TABLE),  # the target's head
+        ("dflash", {}, 0),
+        ("dflash", {"draft_vocab_size": None}, TABLE),  # the target's head
+        ("dspark", {}, -264 * 8),  # markov_w1 is looked up
+        ("dspark", {"draft_vocab_size": None}, TABLE - 264 * 8),
+    ],
+)
+def test_roofline_reads_every_weight_that_is_multiplied(method, section, more):
+    drafter = make(method, four_layer_target(), **section)
+    own = sum(weight.numel() for weight in drafter.parameters())
+    assert weights_read(drafter) == own + more
+    assert drafter_work(drafter, 2) == (2 * (own + more), 2 * (own + more), 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("tied", "bias", "more"), [(True, False, 0), (False, False, -TABLE), (False, True, -TABLE)]
+)
+def test_roofline_reads_a_small_lms_embedding_only_as_its_head(tied, bias, more):
+    target = four_layer_target(tie_word_embeddings=tied)
+    section, vocab = SmallLMSection(num_layers=2), full_vocab(264)
+    drafter = build_drafter(section, target, (), vocab, seed=0)
+    if bias:
+        drafter.lm.lm_head.bias = torch.nn.Parameter(torch.zeros(264))
+    own = sum(weight.numel() for weight in drafter.parameters())
+    assert weights_read(drafter) == own + more
+
+
+def test_roofline_of_an_mtp_layer_reads_the_targets_head():
+    target = four_layer_target()
+    drafter = build_drafter(MTPSection(), target, (4,), full_vocab(264), seed=0)
+    own = sum(weight.numel() for weight in drafter.parameters())
+    assert weights_read(drafter) == own + TABLE
 
 
 def test_plan_that_advises_against_a_drafter_quotes_what_could_be_served():
