@@ -10,7 +10,8 @@ from itertools import chain, zip_longest
 
 from data.prompt_rows import Prompt
 from data.target import Target
-from drafters.base import DecodingDrafter, Sampling
+from drafters.base import DecodingDrafter, Sampling, TrainedDrafter
+from drafters.methods import METHODS
 from eval.arms import BASELINE, ORACLE, Answer, Arm, answering, run_arms, unseen
 from eval.costs import PassTimes
 from eval.decode import DecodeSettings
@@ -28,12 +29,26 @@ from recipes.schema import EvalSection
 
 @dataclass
 class Measured:
-    """One drafter on one task. comparison: with the baseline's tokens (T=0 only)."""
+    """One drafter on one task.
+
+    comparison: with the baseline's tokens (T=0 only). num_draft: tokens a round, at most.
+    """
 
     result: TaskResult
     samples: list[Sample]
     pit: list[list[float]]
     comparison: GreedyComparison | None
+    num_draft: int
+
+
+def most_drafted(drafter: DecodingDrafter, wanted: int) -> int:
+    """The most tokens that a round proposes where `wanted` are asked for.
+
+    A Medusa head drafts one, a block of L slots L or L - 1.
+    """
+    if not isinstance(drafter, TrainedDrafter):
+        return wanted
+    return min(wanted, METHODS[drafter.method].form.num_tokens(drafter.config, wanted))
 
 
 def decode_settings(section: EvalSection, temperature: float) -> DecodeSettings:
@@ -133,6 +148,7 @@ def measure(
             make_samples(target, task.prompts, arm.turns),
             [value for answer in arm.answers for value in answer.pit],
             comparison,
+            most_drafted(drafters[name], section.num_draft_tokens),
         )
     return found
 

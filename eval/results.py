@@ -228,6 +228,8 @@ def is_done(plan: Plan, name: str, temperature: float, tasks: Sequence[Task]) ->
     identity, section = record["identity"], plan.recipe.eval
     drafter = None if name in UNTRAINED else export_hash(plan.export)
     wanted, found = make_settings(plan.recipe, temperature), record["settings"]
+    if found["num_draft_tokens"] < wanted["num_draft_tokens"]:  # more than the drafter can draft
+        found = {**found, "num_draft_tokens": wanted["num_draft_tokens"]}
     if wanted["template_hash"] is None:  # the tokenizer's own, which is not loaded yet
         found = {**found, "template_hash": None}
     entries = record["tasks"]
@@ -275,10 +277,12 @@ def make_record(
         check: its greedy comparison in float32, where one was made.
     """
     parts = list(measured.values())
+    settings = make_settings(plan.recipe, temperature, template_hash(target))
+    settings["num_draft_tokens"] = parts[0].num_draft
     record = {
         "schema": SCHEMA,
         "identity": make_identity(plan, target, name),
-        "settings": make_settings(plan.recipe, temperature, template_hash(target)),
+        "settings": settings,
         "tasks": {task: m.result for task, m in measured.items()},
         "lossless": make_lossless(target, parts, check),
         "samples": [sample for m in parts for sample in m.samples],

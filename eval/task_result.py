@@ -66,7 +66,8 @@ def make_task_result(
     split, plain_ms = ms_per_round(arm), _ms(baseline.total.decode, baseline.num_steps)
     alpha = rates["alpha"]
     by_position = theory.expected_tokens_from_conditional(rates["conditional"])
-    by_alpha = None if alpha is None else theory.expected_tokens(alpha, section.num_draft_tokens)
+    most = len(rates["conditional"])  # proposed in a round: fewer than asked for of a short block
+    by_alpha = None if alpha is None else theory.expected_tokens(alpha, most)
     result: TaskResult = {
         **rates,
         "version": task.version,

@@ -21,7 +21,7 @@ from recipes.drafter_sections import MTPSection
 from recipes.errors import UserError
 from recipes.lm_sections import SmallLMSection
 from recipes.schema import Recipe
-from tests.exports_of_all import four_layer_target, make
+from tests.exports_of_all import export, four_layer_target, make
 from tests.scripted import ScriptedTarget
 from tests.test_measure import make_eagle, make_target, make_task, section
 
@@ -142,6 +142,30 @@ def test_an_interrupted_sweep_keeps_what_is_written_and_goes_on(tmp_path, monkey
     assert sweep.find_todo(points, more) == points  # of other prompts
     twice = plan_of(tmp_path, max_new_tokens=6, repeats=2, num_draft_tokens=1)
     assert not is_done(twice, "lookup", 0.0, tasks)
+
+
+@pytest.mark.parametrize(("method", "most"), [("medusa", 3), ("dspark", 4)])
+def test_k_of_a_record_is_what_the_drafter_can_draft(method, most, tmp_path, monkeypatch):
+    """6 tokens are asked for: 3 heads draft 3, a block of 4 from its anchor 4, lookup 6."""
+    names = ["drafter", "lookup", "lookup+drafter"]
+    plan = plan_of(
+        tmp_path, drafters=names, temperatures=[0.0], num_draft_tokens=6, max_new_tokens=16
+    )
+    target = four_layer_target(tmp_path / "target", eos_token_id=[])
+    export(make(method, target), target, plan.export)
+    monkeypatch.setattr(sweep, "load_target", lambda *_: target)
+    points, tasks = sweep.make_points(plan, [1], [6]), [make_task(["one two one", "b"])]
+    sweep.run_points(points, tasks)
+    records = {point.name: json.loads(point.path.read_text()) for point in points}
+    found = {name: record["settings"]["num_draft_tokens"] for name, record in records.items()}
+    assert found == {"drafter": most, "lookup": 6, "lookup+drafter": 6}
+    result = records["drafter"]["tasks"]["made"]
+    assert len(result["survival"]) == most
+    ratio = result["predicted_from_alpha"] / result["predicted_speedup"]
+    assert ratio == pytest.approx(
+        sum(result["alpha"] ** i for i in range(most + 1)) / result["tau"]
+    )
+    assert sweep.find_todo(points, tasks) == []
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
