@@ -113,6 +113,13 @@ class DecodingDrafter(ABC):
         """
         return None
 
+    def forget(self) -> None:
+        """Drop what earlier decodes left behind, so that the next one is like a first one.
+
+        Nothing is left behind but by drafters that search earlier answers.
+        """
+        return None
+
     @abstractmethod
     def start(self, prompts: list[list[int]], max_length: int) -> Any:
         """Make the state for one decode of these prompts (rows), of at most `max_length` tokens."""

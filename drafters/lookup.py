@@ -94,6 +94,10 @@ class LookupThen(DecodingDrafter):
     def compile_passes(self, mode: str, key: str) -> None:
         self.head.compile_passes(mode, key)
 
+    def forget(self) -> None:
+        self.lookup.forget()
+        self.head.forget()
+
     def start(self, prompts: list[list[int]], max_length: int) -> _Both:
         return _Both(self.lookup.start(prompts, max_length), self.head.start(prompts, max_length))
 

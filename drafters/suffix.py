@@ -114,7 +114,8 @@ class Suffix(DecodingDrafter):
 
     max_depth: longest match and its continuation together. min_prob: of the draft as a whole.
     min_match: of tokens; shorter matches are passed over. num_cached: answers of earlier decodes
-    that are searched too, the newest ones; what is drafted then depends on what was asked before.
+    that are searched too, the newest ones, until `forget`; what is drafted then depends on what was
+    asked before.
     """
 
     def __init__(
@@ -127,7 +128,11 @@ class Suffix(DecodingDrafter):
     ) -> None:
         self.max_depth, self.max_factor, self.min_prob = max_depth, max_factor, min_prob
         self.num_cached, self.min_match = num_cached, min_match
-        self._shared = SuffixTree(max_depth)
+        self.forget()
+
+    def forget(self) -> None:
+        """No earlier answers are known."""
+        self._shared = SuffixTree(self.max_depth)
         self._cached: deque[list[int]] = deque()
         self._open: list[_Row] = []
 

@@ -1,7 +1,8 @@
 """Arms that answer the same prompts in turn: the target alone, each drafter, a perfect drafter.
 
-Every arm is warmed up. Then they take turns on every batch, `repeats` times, in an order that moves
-on by one each time; so a machine that slows down slows all of them.
+Every arm is warmed up. Then they take turns on every batch, in an order that moves on by one each
+time; so a machine that slows down slows all of them. All of that is done `repeats` times, and each
+time drafters begin without the answers of earlier decodes, as a server that has just started.
 """
 
 import statistics
@@ -138,7 +139,7 @@ def run_arms(
     Args:
         answer: decodes some of the prompts.
         drafters: by name; the baseline is added.
-        repeats: timed runs of each batch.
+        repeats: timed runs over all batches.
         oracle: add the arm ORACLE, a perfect drafter at this one's cost. It never goes before the
             baseline, whose answers it knows. For temperature 0.
         warm_up: run every arm over the first batch, for some rounds, before the clock counts.
@@ -154,17 +155,22 @@ def run_arms(
         for _, drafter in members:
             first = range(min(batch_size, num_prompts))
             run(drafter, first, replace(settings, max_new_tokens=few))
-    arms, number = {name: Arm() for name, _ in members}, 0
-    for start in range(0, num_prompts, batch_size):
-        indices = range(start, min(start + batch_size, num_prompts))
-        done: dict[str, list[list[TurnBatch]]] = {name: [] for name, _ in members}
-        for _ in range(repeats):
-            for name, drafter in _order(members, number):
-                done[name].append(run(drafter, indices, settings))
+    starts = range(0, num_prompts, batch_size)
+    done: dict[str, list[list[list[TurnBatch]]]] = {
+        name: [[] for _ in starts] for name, _ in members
+    }
+    for repeat in range(repeats):
+        for drafter in drafters.values():
+            drafter.forget()
+        for number, start in enumerate(starts):
+            indices = range(start, min(start + batch_size, num_prompts))
+            for name, drafter in _order(members, number + repeat):
+                done[name][number].append(run(drafter, indices, settings))
                 advance(1)
-            number += 1
-        for name, batches in done.items():
-            arms[name].add(batches)
+    arms = {name: Arm() for name, _ in members}
+    for name, batches in done.items():
+        for same in batches:
+            arms[name].add(same)
     return arms
 
 

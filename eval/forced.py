@@ -56,6 +56,7 @@ def teacher_forced(
     """One pass of drafter and target over answers.
 
     The first token of an answer comes from the prefill and is not drafted, so it does not count.
+    The drafter knows no other answers: what earlier decodes left behind is dropped first.
 
     Args:
         answers: (prompt ids, answer ids), e.g. those of the target alone.
@@ -95,6 +96,7 @@ def _forced_batch(
     states = target.forward(ids_BS, target.new_cache(B, ids_BS.shape[1]), drafter.aux_layers)
     next_BS = ids_BS.roll(-1, 1)
 
+    drafter.forget()  # the very answers that are scored may have been decoded before
     state = drafter.start(prompts, ids_BS.shape[1] + 2)
     width = int(starts_B.max())
     drafter.observe(state, next_BS[:, :width], states.aux_BSF[:, :width], starts_B)

@@ -35,6 +35,9 @@ class Replay(DecodingDrafter):
         self.inner, self.answers = inner, answers
         self.aux_layers = inner.aux_layers
 
+    def forget(self) -> None:
+        self.inner.forget()
+
     def start(self, prompts: list[list[int]], max_length: int) -> _State:
         answers = [self.answers.get(tuple(prompt), []) for prompt in prompts]
         places = [1 - len(prompt) for prompt in prompts]  # `observe` is told of the prompt, too

@@ -252,10 +252,10 @@ def test_p103_arms_take_turns():
     run_arms(fake, drafters, 3, DecodeSettings(max_new_tokens=4), 2, repeats=2)
     warm_up = [("baseline", [0, 1]), ("a", [0, 1]), ("b", [0, 1])]
     first = [("baseline", [0, 1]), ("a", [0, 1]), ("b", [0, 1])]
+    second = [("a", [2]), ("b", [2]), ("baseline", [2])]
     again = [("a", [0, 1]), ("b", [0, 1]), ("baseline", [0, 1])]
-    second = [("b", [2]), ("baseline", [2]), ("a", [2])]
-    last = [("baseline", [2]), ("a", [2]), ("b", [2])]
-    assert order == warm_up + first + again + second + last
+    last = [("b", [2]), ("baseline", [2]), ("a", [2])]
+    assert order == warm_up + first + second + again + last
 
 
 def test_p103_the_middle_of_repeats_counts_and_their_spread_is_kept():

@@ -6,12 +6,17 @@ import pytest
 import torch
 
 from drafters.base import Sampling
+from drafters.lookup import LookupThen
 from drafters.suffix import Suffix, SuffixTree
+from eval.arms import run_arms
 from eval.decode import DecodeSettings, decode
+from eval.forced import teacher_forced
 from eval.lossless import pit_p_value
 from eval.results import Plan, make_drafters
 from eval.sweep import need_export
+from eval.turns import TurnBatch
 from recipes.schema import load_recipe
+from tests.scripted import ScriptedTarget
 from tests.tiny_exports import ROOT
 from tests.tiny_targets import tiny_target
 
@@ -123,6 +128,37 @@ def test_prompts_are_not_kept_and_the_oldest_answer_goes_first():
         drafter.observe(state, torch.tensor([[2, *answer]]), NO_STATES, torch.tensor([3]))
     drafter.start([[3]], 64)
     assert in_tree(drafter._shared) == pieces([[4, 5]], 24)
+
+
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_each_repeat_begins_without_earlier_answers(warm_up):
+    """Two prompts have one answer, 2 3 ... 10: nothing in it repeats, so the first one drafts
+    nothing, and the second one is drafted from the first: 3 4 | 5 6 7 8 | 9 10."""
+    target = ScriptedTarget.chain({i: i + 1 for i in range(30)}, [])
+    prompts, rounds = [[1], [1]], []
+    settings = DecodeSettings(max_new_tokens=9, num_draft=4)
+
+    def answer(drafter, indices, settings):
+        batch = [prompts[i] for i in indices]
+        answers, seconds = decode(target, drafter, batch, settings, indices)
+        if drafter is not None and settings.max_new_tokens == 9:
+            rounds.extend(len(row.rounds) for row in answers)
+        return [TurnBatch(0, list(indices), batch, answers, seconds)]
+
+    drafters = {"suffix": LookupThen(Suffix(num_cached=10), Suffix())}
+    few = DecodeSettings(max_new_tokens=8, num_draft=4)  # what a warm-up would leave behind
+    answer(drafters["suffix"], [0], few)
+    run_arms(answer, drafters, 2, settings, 1, repeats=3, warm_up=warm_up)
+    assert rounds[-6:] == [8, 3] * 3
+
+
+def test_answers_that_are_scored_are_not_searched():
+    """Nothing of 2 3 ... 10 repeats, so along it nothing can be guessed from the text alone."""
+    target = ScriptedTarget.chain({i: i + 1 for i in range(30)}, [])
+    drafter, text = Suffix(num_cached=10), ([1], list(range(2, 11)))
+    decode(target, drafter, [[1]], DecodeSettings(max_new_tokens=9, num_draft=4))
+    found = teacher_forced(target, drafter, [text] * 9, Sampling())  # in batches of eight
+    assert (found.num_silent, found.num_positions, found.alpha) == (72, 0, 0.0)
 
 
 @pytest.mark.parametrize("num_cached", [0, 3])
