@@ -1,8 +1,10 @@
 """What an exported folder says of itself in draftsmith.json, and how it is served."""
 
+import hashlib
 import json
 import shlex
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,21 @@ def load_origin(folder: str | Path) -> tuple[TargetInfo, Origin]:
     info = load_info(folder)
     target = TargetInfo(**{f.name: info["target"][f.name] for f in fields(TargetInfo)})
     return target, Origin(**{f.name: info[f.name] for f in fields(Origin)})
+
+
+def export_hash(folder: Path) -> str:
+    """Of all that an exported folder holds but its card: with other weights it is another."""
+    files = sorted(file for file in folder.glob("*") if file.is_file() and file.name != CARD)
+    return _hash_of(tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+
+
+@cache
+def _hash_of(files: tuple[tuple[Path, int, int], ...]) -> str:
+    found = hashlib.sha256()
+    for path, _, _ in files:
+        with path.open("rb") as file:
+            found.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:16]
 
 
 def serve_command(

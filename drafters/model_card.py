@@ -13,6 +13,7 @@ from drafters.export_info import (
     LAYER_IDS,
     Origin,
     TargetInfo,
+    export_hash,
     serve_command,
     sglang_command,
 )
@@ -38,35 +39,56 @@ class CardFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """What was measured: records of this drafter, its certificate and the plan, where there."""
+    """What was measured of an export, where it was.
+
+    plan: of this run's drafter: how many tokens to draft with, whatever the export's form.
+    prediction: the plan again, where it was made with this very export.
+    """
 
     records: list[dict[str, Any]]
     certificate: dict[str, Any] | None
     plan: dict[str, Any] | None
+    prediction: dict[str, Any] | None
 
 
-def read_findings(results: Path | None, method: str) -> Findings:
-    """The files of a results folder (eval.record, eval.certificates, eval.serving).
+def read_findings(results: Path | None, written: Path, facts: CardFacts) -> Findings:
+    """What the files of a results folder say of an export (records, certificate and plan).
 
-    Results that are older than the trained weights beside them are of other weights.
+    Other drafters' results lie there, too, and those of weights that were exported before: what
+    names other weights, another target or none is left out.
+
+    Args:
+        written: the exported folder as it stands, still under another name or not.
     """
     if results is None or not results.is_dir():
-        return Findings([], None, None)
-    weights = results.parent / "drafter" / "model.safetensors"
-    since = weights.stat().st_mtime if weights.is_file() else 0.0
-    files = {
-        path.name: read_json(path)
-        for path in sorted(results.glob("*.json"))
-        if path.stat().st_mtime >= since
+        return Findings([], None, None, None)
+    files = {path.name: read_json(path) for path in sorted(results.glob("*.json"))}
+    found = {name: value for name, value in files.items() if isinstance(value, dict)}
+    ours = {"target": facts.target.name, "drafter_hash": export_hash(written)}
+    of_ours = {
+        name: value
+        for name, value in found.items()
+        if ours.items() <= (value.get("identity") or {}).items()
     }
     records = [
         value
-        for value in files.values()
-        if isinstance(value, dict)
-        and isinstance(value.get("tasks"), dict)
-        and value.get("identity", {}).get("method") == method
+        for value in of_ours.values()
+        if isinstance(value.get("tasks"), dict)
+        and value["identity"].get("method") == facts.drafter.method
     ]
-    return Findings(records, files.get("certificate_drafter.json"), files.get("plan.json"))
+    plan = found.get("plan.json")
+    if plan is not None and (
+        plan.get("drafter") != facts.origin.recipe["name"] or _is_outdated(results / "plan.json")
+    ):
+        plan = None
+    prediction = plan if plan is not None and ours.items() <= plan.items() else None
+    return Findings(records, of_ours.get("certificate_drafter.json"), plan, prediction)
+
+
+def _is_outdated(file: Path) -> bool:
+    """Whether the run was trained anew since."""
+    weights = file.parents[1] / "drafter" / "model.safetensors"
+    return weights.is_file() and weights.stat().st_mtime > file.stat().st_mtime
 
 
 def num_draft_tokens(facts: CardFacts, findings: Findings) -> int:
@@ -155,7 +177,7 @@ def _results(findings: Findings) -> list[str]:
         lines = [HEAD, "|" + " --- |" * (HEAD.count("|") - 1), *rows, "", DEFINITIONS]
     else:
         lines = ["Not measured yet; `python eval/bench.py` does it, a new export adds the table."]
-    certificate, plan = findings.certificate, findings.plan
+    certificate, plan = findings.certificate, findings.prediction
     lines += ["", f"- Lossless: {certificate['line'] if certificate else 'not certified'}"]
     if plan is not None:
         table = plan["tables"][0]

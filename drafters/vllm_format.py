@@ -96,7 +96,7 @@ def save(
         write_json(temporary / CONFIG, config)
         write_info(temporary, form, drafter, target, origin)
         facts = CardFacts(names, form, drafter, target, origin, folder)
-        write_card(temporary, facts, read_findings(results, drafter.method))
+        write_card(temporary, facts, read_findings(results, temporary, facts))
 
 
 def load(

@@ -5,11 +5,9 @@ holds one drafter under one group of settings on all tasks. The hash is of all s
 so different settings never share a file.
 """
 
-import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +19,7 @@ from data.provenance import ROOT, git_state, hardware, versions
 from data.target import Target
 from data.target_config import resolve_device, resolve_dtype
 from drafters.base import DecodingDrafter
-from drafters.export_info import CARD
+from drafters.export_info import export_hash
 from drafters.foreign import describe, load_any
 from drafters.lookup import UNTRAINED, Lookup, LookupThen
 from drafters.suffix import Suffix
@@ -83,21 +81,6 @@ def result_path(plan: Plan, name: str, temperature: float) -> Path:
 def template_hash(target: Target) -> str:
     """Of the chat template that prompts are rendered with."""
     return stable_hash(target.tokenizer.chat_template)
-
-
-def export_hash(export: Path) -> str:
-    """Of all that an exported folder holds but its card: with other weights it is another."""
-    files = sorted(file for file in export.glob("*") if file.is_file() and file.name != CARD)
-    return _hash_of(tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
-
-
-@cache
-def _hash_of(files: tuple[tuple[Path, int, int], ...]) -> str:
-    found = hashlib.sha256()
-    for path, _, _ in files:
-        with path.open("rb") as file:
-            found.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()[:16]
 
 
 def make_drafters(plan: Plan, target: Target, names: Sequence[str]) -> dict[str, DecodingDrafter]:

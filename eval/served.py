@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from data import embedded
 from data.conversations import render_prompt
 from data.files import read_json, stable_hash, write_json
-from drafters.export_info import INFO
+from drafters.export_info import INFO, export_hash
 from drafters.foreign import describe
 from drafters.methods import METHODS
 from drafters.vllm_format import CONFIG, form_of
@@ -34,7 +34,7 @@ from eval.engines import (
     start_vllm,
 )
 from eval.record import ResultRecord
-from eval.results import Plan, export_hash, make_settings
+from eval.results import Plan, make_settings
 from eval.served_record import ArmRun, TaskRun, make_record
 from eval.tasks import Task
 from recipes.errors import UserError

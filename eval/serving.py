@@ -15,6 +15,8 @@ import torch
 from data.files import write_json
 from data.target import Target
 from drafters.base import DecodingDrafter, TrainedDrafter
+from drafters.export_info import export_hash
+from drafters.lookup import UNTRAINED
 from drafters.methods import METHODS
 from eval import metrics, roofline, theory
 from eval.arms import BASELINE, run_arms
@@ -63,6 +65,7 @@ def make_plan(
         "schema": 1,
         "target": plan.recipe.target.model,
         "drafter": name.replace("drafter", plan.name),
+        "drafter_hash": None if name in UNTRAINED else export_hash(plan.export),
         "num_draft_tokens": best,
         "device": bound._asdict(),
         "tables": tables,

@@ -12,12 +12,13 @@ import pytest
 from data.prompt_rows import make_prompt
 from data.target import Target
 from data.vocab import full_vocab
+from drafters.export_info import export_hash
 from drafters.methods import build_drafter
 from drafters.vllm_format import TargetInfo, save
 from eval.engines import Server, attach
 from eval.record import validate
 from eval.report import make_rows
-from eval.results import Plan, export_hash
+from eval.results import Plan
 from eval.served import (
     ServeOptions,
     bench_served,

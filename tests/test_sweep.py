@@ -9,11 +9,12 @@ import torch
 from data.prompt_rows import make_prompt
 from data.vocab import full_vocab
 from drafters.base import Sampling
+from drafters.export_info import export_hash
 from drafters.lookup import Lookup
 from drafters.methods import build_drafter
 from eval import costs, serving, sweep
 from eval.measure import measure
-from eval.results import Plan, export_hash, is_done, result_path
+from eval.results import Plan, is_done, result_path
 from eval.roofline import DEVICES, drafter_work, weights_read
 from eval.tasks import Task
 from eval.theory import Costs

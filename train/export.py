@@ -38,8 +38,8 @@ EXAMPLES = """examples:
 
 RUN is the folder of a run. Its last weights lie in RUN/drafter, its best ones (where training
 validated on the way) in RUN/drafter-best, in float32. What is not named is taken from the recipe
-of the run; dtype auto is the target's. The model card tells of RUN/results; a later export that
-finds the weights up to date writes the card anew.
+of the run; dtype auto is the target's. The model card tells of what RUN/results holds of these very
+files; a later export that finds the weights up to date writes the card anew.
 
 With --check and a vLLM (--vllm-python, or VLLM_ENV=dir as made by `make test-vllm`) fixed prompts
 are decoded there too, and its drafts are held against ours. --check exits with 0 where all agrees,
@@ -133,9 +133,8 @@ def export(args: argparse.Namespace) -> None:
     dtype = args.dtype or wanted["dtype"]
     dtype, results = target.dtype if dtype == "auto" else dtype, args.run / "results"
     facts = CardFacts(names, form, drafter, target, origin, out)
-    findings = read_findings(results, drafter.method)
     if not args.force and is_current(out, source, drafter, form, dtype):
-        write_card(out, facts, findings)
+        write_card(out, facts, read_findings(results, out, facts))
         print(f"{out}: up to date ({form}, {dtype}); --force exports it again")
     else:
         vllm_format.save(drafter, out, form, DTYPES[dtype], target, origin, results)
@@ -151,6 +150,7 @@ def export(args: argparse.Namespace) -> None:
             )
         stitch(target_folder(target.name, target.revision), out, joined)
         print(f"{joined}: the target with its MTP layer")
+    findings = read_findings(results, out, facts)
     print("\n".join(serve_lines(facts, findings).values()))
     if names.engine_note:
         print(names.engine_note)
