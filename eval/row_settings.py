@@ -20,6 +20,8 @@ UNSET = ("top_p", "top_k", "min_p", "repetition_penalty", "seed", "compile")
 DEFAULTS: dict[str, Any] = {
     **{key: EvalSection.model_fields[key].default for key in UNSET},
     "template_kwargs": {},
+    "engine_flags": "",
+    "api": "completions",
 }
 LOOKUP = [EvalSection.model_fields[f"lookup_{end}"].default for end in ("min", "max")]
 SUFFIX = [

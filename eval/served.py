@@ -83,7 +83,9 @@ def bench_served(plan: Plan, tasks: Sequence[Task], options: ServeOptions) -> li
     paths = []
     for temperature in plan.recipe.eval.temperatures:
         for concurrency in options.concurrency:
-            record = make_record(plan, tasks, drafted, baseline, temperature, concurrency)
+            record = make_record(
+                plan, tasks, drafted, baseline, temperature, concurrency, engine_settings(options)
+            )
             if options.server is None:  # else it drafts with whatever it was started with
                 record["identity"]["drafter_hash"] = export_hash(plan.export)
             path = served_path(plan, record)
@@ -93,12 +95,19 @@ def bench_served(plan: Plan, tasks: Sequence[Task], options: ServeOptions) -> li
 
 
 def served_path(plan: Plan, record: ResultRecord) -> Path:
-    """File of a record; its name ends in a hash of target, settings and tasks."""
+    """File of a record; its name ends in a hash of target, drafter, its folder, settings, tasks."""
     settings = record["settings"]
     words = ["drafter", f"T{settings['temperature']:g}", f"K{settings['num_draft_tokens']}"]
     words += [f"B{settings['batch_size']}", settings["engine"].split()[0]]
-    digest = stable_hash([plan.recipe.target.model, settings, sorted(record["tasks"])])[:8]
+    whose = [plan.recipe.target.model, plan.name, str(plan.export.absolute())]
+    digest = stable_hash([*whose, settings, sorted(record["tasks"])])[:8]
     return plan.results / ("_".join([*words, digest]) + ".json")
+
+
+def engine_settings(options: ServeOptions) -> dict[str, Any]:
+    """What a record's settings say of the engine beyond its name, where it is not the usual."""
+    flags = {"engine_flags": options.flags} if options.flags else {}
+    return flags | ({"api": options.api} if options.api != "completions" else {})
 
 
 def check_options(options: ServeOptions, recipe: Recipe) -> None:
@@ -112,6 +121,8 @@ def check_options(options: ServeOptions, recipe: Recipe) -> None:
         raise UserError("--engine sglang attaches to a running server: name it with --server URL")
     if options.engine == "sglang" and options.api == "chat":
         raise UserError("--engine sglang is asked by /generate, which takes no --api chat")
+    if options.flags and options.server is not None:
+        raise UserError("--engine-flags are for servers started here; with --server leave them out")
     if options.baseline_server is not None and options.server is None:
         raise UserError("--baseline-server goes with --server")
     if not options.concurrency or min(options.concurrency) < 1:

@@ -54,6 +54,7 @@ def make_record(
     baseline: ArmRun | None,
     temperature: float,
     concurrency: int,
+    engine_settings: dict[str, Any],
 ) -> ResultRecord:
     """The record of one temperature and concurrency, all tasks."""
     server, found = drafted.server, {}
@@ -65,7 +66,7 @@ def make_record(
             found[task.name]["served"]["gauges"] = drafted.gauges
     settings = make_settings(plan.recipe, temperature)
     settings |= {"engine": f"{server.engine} {server.version}", "batch_size": concurrency}
-    settings |= {"turns": "first"}
+    settings |= {"turns": "first", **engine_settings}
     record = {
         "schema": SCHEMA,
         "identity": make_identity(plan, server),

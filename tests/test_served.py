@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -145,13 +146,29 @@ def test_record_of_a_server_started_with_the_export_names_its_weights(
             yield attach("vllm", url)
 
     monkeypatch.setattr("eval.served.start_vllm", start)
-    (path,) = bench_served(make_plan(run_dir, tmp_path), [make_task()], ServeOptions(engine="vllm"))
-    identity = json.loads(path.read_text())["identity"]
-    assert identity["drafter_hash"] == export_hash(run_dir / "export")
+    plan, task = make_plan(run_dir, tmp_path), make_task()
+    (path,) = bench_served(plan, [task], ServeOptions(engine="vllm"))
+    record = json.loads(path.read_text())
+    assert record["identity"]["drafter_hash"] == export_hash(run_dir / "export")
+    assert not {"engine_flags", "api"} & record["settings"].keys()
     drafting, plain = flags
     config = json.loads(drafting[drafting.index("--speculative-config") + 1])
     assert config["model"] == str(run_dir / "export")
     assert "--speculative-config" not in plain
+
+    # Another drafter and other flags have files of their own in the same folder; again is again.
+    copytree(run_dir / "export", tmp_path / "other" / "export")
+    other = plan._replace(export=tmp_path / "other" / "export")
+    eager = ServeOptions(engine="vllm", flags="--enforce-eager")
+    paths = [
+        bench_served(plan, [task], ServeOptions(engine="vllm"))[0],
+        bench_served(other, [task], ServeOptions(engine="vllm"))[0],
+        bench_served(other._replace(name="b"), [task], ServeOptions(engine="vllm"))[0],
+        bench_served(plan, [task], eager)[0],
+    ]
+    assert paths[0] == path and len(set(paths)) == 4
+    assert json.loads(paths[3].read_text())["settings"]["engine_flags"] == "--enforce-eager"
+    assert "--enforce-eager" in flags[-1] and "--enforce-eager" not in flags[-3]
 
 
 def test_each_concurrency_and_temperature_is_a_record(run_dir, tmp_path):
@@ -235,6 +252,7 @@ def test_p102_shorter_answers_are_no_speedup(run_dir, tmp_path):
         ({"engine": "sglang"}, "--server URL"),
         ({"engine": "sglang", "server": "x", "api": "chat"}, "no --api chat"),
         ({"engine": "vllm", "baseline_server": "x"}, "goes with --server"),
+        ({"engine": "vllm", "server": "x", "flags": "--x"}, "with --server leave them out"),
         ({"engine": "vllm", "concurrency": (0,)}, "at least 1"),
     ],
 )
