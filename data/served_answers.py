@@ -134,7 +134,7 @@ class _Server:
                     reply["choices"][0]["finish_reason"],
                 ),
             )
-        law |= {"messages": [_openai_message(m) for m in talk.messages]}
+        law |= {"messages": [openai_message(m) for m in talk.messages]}
         if request.top_k:
             law["top_k"] = request.top_k
         if self.section.template_kwargs:
@@ -170,7 +170,7 @@ class _Server:
             )
 
 
-def _openai_message(message: Message) -> dict[str, Any]:
+def openai_message(message: Message) -> dict[str, Any]:
     """Tool calls as the API wants them: their arguments are JSON text there."""
     calls = message.get("tool_calls")
     if not calls:

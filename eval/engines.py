@@ -26,7 +26,7 @@ from eval.engine_metrics import EngineRounds, sglang_rounds, vllm_rounds
 from recipes.errors import UserError
 
 EngineName = Literal["vllm", "sglang"]
-Prompt = list[int] | list[dict[str, Any]]  # token ids, or messages for the chat API
+Prompt = list[int] | dict[str, Any]  # token ids, or the keys of a chat request that make the prompt
 REQUEST_SECONDS = 600.0
 START_TIMEOUT = 900  # seconds that a server may take to load
 
@@ -260,8 +260,8 @@ def _protocol(server: Server, prompt: Prompt, request: Request) -> tuple[str, di
         "return_token_ids": True,
         **law,
     }
-    if prompt and isinstance(prompt[0], dict):
-        return "/v1/chat/completions", {**payload, "messages": prompt}, _openai
+    if isinstance(prompt, dict):
+        return "/v1/chat/completions", {**payload, **prompt}, _openai
     return "/v1/completions", {**payload, "prompt": prompt}, _openai
 
 

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from data import embedded
 from data.conversations import render_prompt
 from data.files import read_json, stable_hash, write_json
+from data.served_answers import openai_message
 from drafters.export_info import INFO, export_hash
 from drafters.foreign import describe
 from drafters.methods import METHODS
@@ -99,7 +100,8 @@ def served_path(plan: Plan, record: ResultRecord) -> Path:
     settings = record["settings"]
     words = ["drafter", f"T{settings['temperature']:g}", f"K{settings['num_draft_tokens']}"]
     words += [f"B{settings['batch_size']}", settings["engine"].split()[0]]
-    whose = [plan.recipe.target.model, plan.name, str(plan.export.absolute())]
+    target = plan.recipe.target
+    whose = [target.model, target.revision, plan.name, str(plan.export.absolute())]
     digest = stable_hash([*whose, settings, sorted(record["tasks"])])[:8]
     return plan.results / ("_".join([*words, digest]) + ".json")
 
@@ -121,6 +123,11 @@ def check_options(options: ServeOptions, recipe: Recipe) -> None:
         raise UserError("--engine sglang attaches to a running server: name it with --server URL")
     if options.engine == "sglang" and options.api == "chat":
         raise UserError("--engine sglang is asked by /generate, which takes no --api chat")
+    if options.api == "chat" and recipe.data.chat_template is not None:
+        raise UserError(
+            f"data.chat_template={recipe.data.chat_template}: with --api chat a server renders by "
+            "its own; leave out --api chat, or set data.chat_template=null"
+        )
     if options.flags and options.server is not None:
         raise UserError("--engine-flags are for servers started here; with --server leave them out")
     if options.baseline_server is not None and options.server is None:
@@ -131,10 +138,18 @@ def check_options(options: ServeOptions, recipe: Recipe) -> None:
 
 def render_task(recipe: Recipe, task: Task, api: str) -> list[Prompt]:
     """What is sent for each prompt of a task (its first turn)."""
-    if api == "chat":
-        return [[dict(message) for message in prompt["messages"]] for prompt in task.prompts]
-    tokenizer = load_tokenizer(recipe)
     kwargs = recipe.data.template_kwargs
+    if api == "chat":
+        shared = {"chat_template_kwargs": kwargs} if kwargs else {}
+        return [
+            {
+                "messages": [openai_message(message) for message in prompt["messages"]],
+                **({"tools": prompt["tools"]} if "tools" in prompt else {}),
+                **shared,
+            }
+            for prompt in task.prompts
+        ]
+    tokenizer = load_tokenizer(recipe)
     return [
         render_prompt(tokenizer, prompt["messages"], prompt.get("tools"), kwargs)
         for prompt in task.prompts

@@ -34,7 +34,7 @@ def test_chat_sends_messages_and_does_not_count_the_role_as_a_token():
     stub = Stub(pause=0.002)
     with serving(stub) as url:
         messages = [{"role": "user", "content": "hi"}]
-        (answer,), _ = ask_all(attach("vllm", url), [messages], REQUEST, 1)
+        (answer,), _ = ask_all(attach("vllm", url), [{"messages": messages}], REQUEST, 1)
     assert stub.seen[0]["path"] == "/v1/chat/completions"
     assert stub.seen[0]["messages"] == messages
     assert (answer.ids[:2], answer.num_tokens) == ([1, 2], 9)

@@ -193,6 +193,36 @@ def test_prompts_are_the_ids_that_the_torch_engine_decodes(run_dir, tmp_path):
     assert drafted.seen[-1]["prompt"] == ids
     bench(plan, [task], drafted, None, api="chat")
     assert drafted.seen[-1]["messages"] == [{"role": "user", "content": "aaa"}]
+    assert not {"tools", "chat_template_kwargs"} & drafted.seen[-1].keys()
+
+
+def test_chat_sends_the_template_arguments_and_tools_that_the_record_states(run_dir, tmp_path):
+    data = {"sources": ["book"], "num_prompts": 1, "template_kwargs": {"enable_thinking": False}}
+    plan, task, drafted = make_plan(run_dir, tmp_path), make_task(1), Stub()
+    recipe = Recipe.model_validate({**plan.recipe.model_dump(mode="json"), "data": data})
+    tools = [{"type": "function", "function": {"name": "sum", "parameters": {}}}]
+    call = {"type": "function", "function": {"name": "sum", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "aaa"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    task.prompts[0] |= {"tools": tools, "messages": messages}
+    (record,) = bench(plan._replace(recipe=recipe), [task], drafted, None, api="chat")
+    sent = drafted.seen[-1]
+    assert sent["chat_template_kwargs"] == record["settings"]["template_kwargs"]
+    assert sent["chat_template_kwargs"] == {"enable_thinking": False}
+    assert sent["tools"] == tools and record["settings"]["api"] == "chat"
+    (told,) = sent["messages"][1]["tool_calls"]
+    assert told["function"]["arguments"] == '{"a": 1}'  # JSON text, as the API wants it
+
+
+def test_chat_by_a_template_of_our_own_is_refused(tmp_path):
+    recipe = make_plan(tmp_path, tmp_path).recipe
+    data = recipe.data.model_copy(update={"chat_template": tmp_path / "mine.jinja"})
+    recipe = recipe.model_copy(update={"data": data})
+    check_options(ServeOptions(engine="vllm"), recipe)
+    with pytest.raises(UserError, match=r"mine\.jinja: with --api chat a server renders by"):
+        check_options(ServeOptions(engine="vllm", api="chat"), recipe)
 
 
 def test_record_of_sglang(run_dir, tmp_path):
