@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
+from data import embedded
 from data.cache import KVCache
 from data.files import stable_hash
 from recipes.errors import UserError
+from recipes.schema import TargetSection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -86,6 +88,24 @@ def check_layers(name: str, config: PreTrainedConfig, stateful: bool) -> None:
             f"target.model {name}: {config.model_type} has {', '.join(unknown)} layers, which are "
             "not supported yet; choose a target with full or sliding attention"
         )
+
+
+def find_revision(section: TargetSection) -> str:
+    """What `revision_of` says of a target before it is loaded; its config alone is read.
+
+    Raises:
+        UserError: no such target, or no config there.
+    """
+    path = embedded.resolve(section.model)
+    try:
+        config = AutoConfig.from_pretrained(
+            path, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"target.model {section.model!r}: its config cannot be read: {error}"
+        ) from error
+    return revision_of(path, config)
 
 
 def revision_of(path: str, config: Any) -> str:

@@ -175,6 +175,7 @@ class Lossless(TypedDict):
     """Whether the emitted tokens follow the target."""
 
     greedy_identical: Pair | None  # "25/25" prompts whose fp32 greedy tokens are the target's
+    greedy_check_prompts: NotRequired[Count]  # how many the recipe asked to be compared so
     pit_p_value: Share | None  # Kolmogorov-Smirnov p-value of the sampled tokens' PIT
     pit_num_tokens: Count | None
     certificate: NotRequired[ShownCertificate | None]  # else that of the file beside the record

@@ -17,7 +17,7 @@ from data.conversations import Conversation
 from data.files import read_json, stable_hash
 from data.provenance import ROOT, git_state, hardware, versions
 from data.target import Target
-from data.target_config import resolve_device, resolve_dtype
+from data.target_config import find_revision, resolve_device, resolve_dtype
 from drafters.base import DecodingDrafter
 from drafters.export_info import export_hash
 from drafters.foreign import describe, load_any
@@ -70,7 +70,10 @@ def result_path(plan: Plan, name: str, temperature: float) -> Path:
     if section.verification != "token":
         words.append(section.verification)
     settings = make_settings(plan.recipe, temperature)
-    parts: list[Any] = [plan.recipe.target.model, settings, section.tasks]
+    target = plan.recipe.target
+    parts: list[Any] = [target.model, settings, section.tasks]
+    if target.revision is not None:
+        parts.append(target.revision)
     export = plan.export.absolute()
     if name not in UNTRAINED and export != plan.run_dir.absolute() / "export":
         parts.append(str(export))  # several drafters may share a folder of results
@@ -199,7 +202,11 @@ def make_identity(plan: Plan, target: Target, name: str) -> Identity:
 
 
 def is_done(plan: Plan, name: str, temperature: float, tasks: Sequence[Task]) -> bool:
-    """Whether a result is of these weights and was measured with these settings."""
+    """Whether a result is of these weights and was measured with these settings.
+
+    Raises:
+        UserError: there is such a result, and the target that it is compared with cannot be found.
+    """
     path = result_path(plan, name, temperature)
     if not path.is_file():
         return False
@@ -225,7 +232,21 @@ def is_done(plan: Plan, name: str, temperature: float, tasks: Sequence[Task]) ->
         == {task.name: task.hash for task in tasks}
         and all(entry.get("repeats") == section.repeats for entry in entries.values())
         and all("oracle_speedup" in entry or not with_oracle for entry in entries.values())
+        and _is_checked(record, section, tasks)
+        and identity["target_revision"] == find_revision(plan.recipe.target)
     )
+
+
+def _is_checked(record: ResultRecord, section: EvalSection, tasks: Sequence[Task]) -> bool:
+    """Whether as many prompts were compared in float32 as eval.greedy_check_prompts asks for."""
+    settings = record["settings"]
+    if settings["temperature"] > 0 or settings["dtype"] == "float32":  # there all are compared
+        return True
+    lossless: dict[str, Any] = dict(record.get("lossless") or {})
+    known = (lossless.get("greedy_identical") or "0/0").rpartition("/")[2]  # of older records
+    num_asked = lossless.get("greedy_check_prompts", int(known))
+    num_prompts = sum(len(task.prompts) for task in tasks)
+    return bool(num_asked >= min(section.greedy_check_prompts, num_prompts))
 
 
 def make_lossless(
@@ -267,7 +288,10 @@ def make_record(
         "identity": make_identity(plan, target, name),
         "settings": settings,
         "tasks": {task: m.result for task, m in measured.items()},
-        "lossless": make_lossless(target, parts, check),
+        "lossless": {
+            **make_lossless(target, parts, check),
+            "greedy_check_prompts": plan.recipe.eval.greedy_check_prompts,
+        },
         "samples": [sample for m in parts for sample in m.samples],
     }
     return validate(record, str(result_path(plan, name, temperature)))

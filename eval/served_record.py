@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig
 
-from data import embedded
 from data.provenance import ROOT, git_state, hardware, versions
-from data.target_config import revision_of
+from data.target_config import find_revision
 from drafters.export_info import INFO
 from drafters.foreign import describe
 from drafters.vllm_format import load
@@ -99,15 +97,11 @@ def _num_params(export: Path) -> int | None:
 
 def make_identity(plan: Plan, server: Server) -> dict[str, Any]:
     """What was measured. An attached server's drafter is whatever it was started with."""
-    info, path = describe(plan.export), embedded.resolve(plan.recipe.target.model)
-    config = AutoConfig.from_pretrained(
-        path, revision=plan.recipe.target.revision,
-        trust_remote_code=plan.recipe.target.trust_remote_code,
-    )  # fmt: skip
+    info = describe(plan.export)
     git, machine = git_state(ROOT), hardware()
     return {
         "target": plan.recipe.target.model,
-        "target_revision": revision_of(path, config),
+        "target_revision": find_revision(plan.recipe.target),
         "drafter": plan.name,
         "method": info.method,
         "drafter_params": _num_params(plan.export),

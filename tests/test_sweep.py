@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from data.prompt_rows import make_prompt
+from data.target_config import find_revision
 from data.vocab import full_vocab
 from drafters.base import Sampling
 from drafters.export_info import export_hash
@@ -116,6 +117,7 @@ def test_an_interrupted_sweep_keeps_what_is_written_and_goes_on(tmp_path, monkey
     plan, tasks = plan_of(tmp_path, max_new_tokens=6), [make_task(["one two one", "b"])]
     points = sweep.make_points(plan, [1], [1, 2])
     target = make_target()
+    target.revision = find_revision(plan.recipe.target)
     monkeypatch.setattr(sweep, "load_target", lambda *_: target)
     times = costs.PassTimes({1: 1.0}, {"lookup": {1: 0.1}})
     monkeypatch.setattr(sweep, "time_passes", lambda *_: times)
@@ -143,6 +145,56 @@ def test_an_interrupted_sweep_keeps_what_is_written_and_goes_on(tmp_path, monkey
     assert sweep.find_todo(points, more) == points  # of other prompts
     twice = plan_of(tmp_path, max_new_tokens=6, repeats=2, num_draft_tokens=1)
     assert not is_done(twice, "lookup", 0.0, tasks)
+    assert record["identity"]["target_revision"] == target.revision
+    points[0].path.write_text(json.dumps(with_identity(record, target_revision="another")))
+    assert sweep.find_todo(points, tasks) == points[:1]
+
+
+def with_identity(record, **changes):
+    return {**record, "identity": record["identity"] | changes}
+
+
+def test_another_revision_has_a_file_of_its_own(tmp_path):
+    plan = plan_of(tmp_path)
+    target = plan.recipe.target.model_copy(update={"revision": "abc"})
+    other = plan._replace(recipe=plan.recipe.model_copy(update={"target": target}))
+    assert result_path(other, "lookup", 0.0) != result_path(plan, "lookup", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("lossless", "is_enough"),
+    [
+        ({"greedy_identical": None, "greedy_check_prompts": 0}, {0: True, 1: False, 9: False}),
+        # Four turns of two prompts; the two are all that the task has.
+        ({"greedy_identical": "4/4", "greedy_check_prompts": 2}, {0: True, 2: True, 9: True}),
+        ({"greedy_identical": "2/2", "greedy_check_prompts": 1}, {0: True, 1: True, 2: False}),
+        ({"greedy_identical": "1/1"}, {0: True, 1: True, 2: False}),  # of an older record
+        ({"greedy_identical": None}, {0: True, 1: False}),
+        (None, {0: True, 1: False}),
+    ],
+)
+def test_more_prompts_to_check_in_float32_are_measured(tmp_path, monkeypatch, lossless, is_enough):
+    tasks, settings = [make_task(["a", "b"])], {"max_new_tokens": 6, "temperatures": [0.0]}
+    plan = plan_of(tmp_path, **settings)
+    points = sweep.make_points(plan, [1], [1])
+    target = make_target()
+    target.revision = find_revision(plan.recipe.target)
+    monkeypatch.setattr(sweep, "load_target", lambda *_: target)
+    monkeypatch.setattr(sweep, "time_passes", lambda *_: None)
+    sweep.run_points(points, tasks)
+    path = points[0].path
+    record = json.loads(path.read_text())
+    for dtype in ("bfloat16", "float32"):
+        for number, enough in is_enough.items():
+            at = plan_of(tmp_path, **settings, num_draft_tokens=1, greedy_check_prompts=number)
+            section = at.recipe.target.model_copy(update={"dtype": dtype})
+            at = at._replace(recipe=at.recipe.model_copy(update={"target": section}))
+            found = {**record, "lossless": lossless and {**record["lossless"], **lossless}}
+            if lossless and "greedy_check_prompts" not in lossless:
+                del found["lossless"]["greedy_check_prompts"]
+            found["settings"] = record["settings"] | {"dtype": dtype}
+            result_path(at, "lookup", 0.0).write_text(json.dumps(found))
+            assert is_done(at, "lookup", 0.0, tasks) == (enough or dtype == "float32")
 
 
 @pytest.mark.parametrize(("method", "most"), [("medusa", 3), ("dspark", 4)])
