@@ -1,7 +1,7 @@
 """Answers by a running server: many conversations in flight, failures tried again.
 
 Protocols: vLLM's completions with token ids in and out (`return_token_ids`, vLLM 0.32), SGLang's
-/generate, and any OpenAI-compatible chat API.
+/generate, and any OpenAI-compatible chat API that also takes top_k, min_p and repetition_penalty.
 """
 
 import asyncio
@@ -99,7 +99,9 @@ class _Server:
     def _protocol(
         self, talk: Talk, request: Request
     ) -> tuple[str, dict[str, Any], Callable[[Any], _Reply]]:
+        # All that is drawn is set here: servers take defaults from the model's generation config.
         law: dict[str, Any] = {"temperature": request.temperature, "top_p": request.top_p}
+        law |= {"top_k": request.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
         api, cap = self.server.api, request.max_new_tokens
 
         def by_ids(ids: list[int], finish: str) -> _Reply:
@@ -111,7 +113,7 @@ class _Server:
             return _Reply({"role": "assistant", "content": text}, answer, len(ids))
 
         if api == "generate":
-            law |= {"max_new_tokens": cap, "top_k": request.top_k or -1}
+            law["max_new_tokens"] = cap
             law["no_stop_trim"] = True  # the token that stopped it is part of the answer
             body = {"input_ids": request.prompt_ids, "sampling_params": law}
             return (
@@ -123,8 +125,7 @@ class _Server:
             )
         law |= {"model": self.model, "max_tokens": cap, "seed": request.seed % 2**31}
         if api == "completions":
-            # Servers take defaults from the model's generation config, so top_k is always said.
-            law |= {"prompt": request.prompt_ids, "top_k": request.top_k or -1}
+            law |= {"prompt": request.prompt_ids}
             law |= {"return_token_ids": True, "skip_special_tokens": False}
             return (
                 "/v1/completions",
@@ -135,8 +136,6 @@ class _Server:
                 ),
             )
         law |= {"messages": [openai_message(m) for m in talk.messages]}
-        if request.top_k:
-            law["top_k"] = request.top_k
         if self.section.template_kwargs:
             law["chat_template_kwargs"] = self.section.template_kwargs
         if "tools" in talk.prompt:

@@ -26,6 +26,8 @@ from tests.chat_tokenizers import CHATML, QWEN3, chat_tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 BYTES = byte_tokenizer()  # that of the random target
 END = 257  # its <|im_end|>
+# Said in every request: a server would take them from the model's generation config.
+LAW = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,7 @@ def test_answers_are_the_servers_ids_and_many_are_in_flight(tmp_path: Path, targ
     path, body, headers = stub.seen[0]
     assert path == "/v1/completions" and body["model"] == "first-model"
     assert body["return_token_ids"] is True and body["max_tokens"] == 24
+    assert LAW.items() <= body.items()
     assert "authorization" not in headers
     for record in records(recipe):
         (answer,) = record["answers"]
@@ -251,6 +254,7 @@ def test_sglang_generate(tmp_path: Path, target: Target) -> None:
         prepared = prepare(recipe, target)
     path, body, _ = stub.seen[0]
     assert path == "/generate" and body["sampling_params"]["max_new_tokens"] == 24
+    assert LAW.items() <= body["sampling_params"].items()
     row = prepared.train[0]
     assert row.ids_S[row.mask_S].tolist() == [97, 98]  # cut: no end of turn
     assert prepared.report["num_truncated"] == 4
@@ -307,6 +311,7 @@ def test_turns_are_answered_one_after_another() -> None:
         ["one", "answer 1", "two", "answer 3", "three"],
     ]
     assert record["turns_not_asked"] == 0
+    assert all(LAW.items() <= body.items() for _, body, _ in stub.seen)
     (row,) = rows_of(record, section(), tokenizer)
     ends = ["answer 1<|im_end|>", "answer 3<|im_end|>", "answer 5<|im_end|>"]
     assert learned(row, tokenizer) == ends
