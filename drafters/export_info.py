@@ -72,7 +72,8 @@ class Origin:
 
     recipe: the resolved recipe, `recipe.model_dump(mode="json")`.
     commit: of the code; None outside a checkout.
-    num_trained_tokens: supervised tokens seen in training, repeats counted.
+    num_trained_tokens: places of answers that training drafted from (anchors with a supervised
+        token behind them), of all steps, repeats counted; the depths of one place count once.
     num_draft_tokens: how many to propose a round, as it was evaluated.
     """
 

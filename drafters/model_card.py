@@ -116,6 +116,9 @@ def write_card(folder: Path, facts: CardFacts, findings: Findings) -> None:
 def _lines(facts: CardFacts, findings: Findings) -> list[str]:
     names, form, drafter, target, origin, _ = facts
     data, train = origin.recipe["data"], origin.recipe["train"]
+    limit = f"{train['epochs']:g} epochs"
+    if train.get("max_steps"):  # which then decides alone
+        limit = f"{train['max_steps']:,} steps"
     num_params = sum(parameter.numel() for parameter in drafter.parameters())
     answers = "by the target itself" if data["regenerate"] else "as in the source"
     is_on_hub = ":" not in target.name and not target.path.startswith("/")
@@ -135,8 +138,8 @@ def _lines(facts: CardFacts, findings: Findings) -> list[str]:
         f" {drafter.config.draft_vocab_size:,} of {target.vocab_size:,} tokens; {form} form",
         f"- Target layers read: {list(drafter.aux_layers)}; {LAYER_IDS}",
         f"- Training text: prompts from {', '.join(data['sources'])}; answers {answers}",
-        f"- Budget: {origin.num_trained_tokens:,} supervised tokens (repeats counted), at most"
-        f" {train['epochs']:g} epochs",
+        f"- Budget: {origin.num_trained_tokens:,} places of answers drafted from (repeats counted),"
+        f" at most {limit}",
         "",
         "## Results",
         "",

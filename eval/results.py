@@ -19,7 +19,7 @@ from data.provenance import ROOT, git_state, hardware, versions
 from data.target import Target
 from data.target_config import find_revision, resolve_device, resolve_dtype
 from drafters.base import DecodingDrafter
-from drafters.export_info import export_hash
+from drafters.export_info import INFO, export_hash, load_info
 from drafters.foreign import describe, load_any
 from drafters.lookup import UNTRAINED, Lookup, LookupThen
 from drafters.suffix import Suffix
@@ -167,10 +167,17 @@ def make_settings(
     }
 
 
-def train_minutes(run_dir: Path) -> float | None:
-    """Minutes that the run's drafter was trained for; None where that is not known."""
-    path = run_dir / "trained.json"
-    seconds = read_json(path).get("seconds") if path.is_file() else None
+def train_minutes(run_dir: Path, num_tokens: int | None) -> float | None:
+    """Minutes in which a run's drafter saw so many tokens; None where that is not known.
+
+    They are noted of the run's last weights alone, not of those that validated best before.
+    """
+    path, last = run_dir / "trained.json", run_dir / "drafter"
+    if not (path.is_file() and (last / INFO).is_file()):
+        return None
+    if load_info(last)["num_trained_tokens"] != num_tokens:
+        return None
+    seconds = read_json(path).get("seconds")
     return None if seconds is None else float(seconds) / 60
 
 
@@ -194,7 +201,9 @@ def make_identity(plan: Plan, target: Target, name: str) -> Identity:
         "drafter_hash": None if name in UNTRAINED else export_hash(plan.export),
         "drafter_params": num_params,
         "trained_tokens": num_tokens,
-        "train_minutes": 0.0 if name in UNTRAINED else train_minutes(plan.export.parent),
+        "train_minutes": 0.0
+        if name in UNTRAINED
+        else train_minutes(plan.export.parent, num_tokens),
         "commit": commit,
         "versions": {key: value for key, value in versions().items() if value},
         "hardware": ", ".join(parts),

@@ -15,7 +15,7 @@ from drafters.lookup import Lookup
 from drafters.methods import build_drafter
 from eval import costs, serving, sweep
 from eval.measure import measure
-from eval.results import Plan, is_done, result_path
+from eval.results import Plan, is_done, result_path, train_minutes
 from eval.roofline import DEVICES, drafter_work, weights_read
 from eval.tasks import Task
 from eval.theory import Costs
@@ -26,6 +26,8 @@ from recipes.schema import Recipe
 from tests.exports_of_all import export, four_layer_target, make
 from tests.scripted import ScriptedTarget
 from tests.test_measure import make_eagle, make_target, make_task, section
+from tests.tiny_exports import make as make_tiny
+from tests.tiny_exports import write
 
 
 def plan_of(tmp_path, **changes) -> Plan:
@@ -152,6 +154,15 @@ def test_an_interrupted_sweep_keeps_what_is_written_and_goes_on(tmp_path, monkey
 
 def with_identity(record, **changes):
     return {**record, "identity": record["identity"] | changes}
+
+
+def test_minutes_are_those_of_the_same_step_as_the_tokens(tmp_path):
+    last = write(make_tiny(), tmp_path / "run" / "drafter").parent  # 12,345 tokens seen
+    assert train_minutes(last, 12345) is None
+    (last / "trained.json").write_text('{"seconds": 90}')
+    assert train_minutes(last, 12345) == 1.5
+    assert train_minutes(last, 6000) is None  # the best weights, of an earlier step
+    assert train_minutes(last, None) is None  # somebody else's
 
 
 def test_another_revision_has_a_file_of_its_own(tmp_path):

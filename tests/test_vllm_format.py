@@ -25,7 +25,8 @@ from drafters.vllm_format import (
     serve_command,
 )
 from recipes.errors import UserError
-from tests.tiny_exports import ORIGIN, SHAPE, TARGET, H, V, config_of, make, write
+from recipes.schema import load_recipe
+from tests.tiny_exports import ORIGIN, ROOT, SHAPE, TARGET, H, V, config_of, make, write
 from tests.tiny_targets import tiny_target
 
 GOLDEN = Path(__file__).parent / "golden" / "vllm_config_eagle3.json"
@@ -174,8 +175,15 @@ def test_origin_is_kept(tmp_path):
     assert load_origin(folder) == (TARGET, ORIGIN)
     card = (folder / "README.md").read_text()
     assert "org/tiny, revision abc123" in card
-    assert "12,345 supervised tokens" in card
+    assert "12,345 places of answers drafted from (repeats counted), at most 20 steps" in card
     assert serve_command(folder, TARGET, {"method": "eagle3"}, 3) in card
+
+
+def test_card_names_epochs_where_they_are_the_limit(tmp_path):
+    recipe = load_recipe(ROOT / "recipes/smoke.yaml", ["train.max_steps=null", "train.epochs=1.5"])
+    origin = replace(ORIGIN, recipe=recipe.model_dump(mode="json"))
+    save(make(), tmp_path / "out", "vllm", torch.float32, TARGET, origin)
+    assert "at most 1.5 epochs\n" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_origin_without_a_key_names_it(tmp_path):

@@ -72,7 +72,8 @@ class Progress:
     step: optimizer steps made, skipped ones included.
     epoch, index: next entry of the batch plan, both 0-based, of all ranks together.
     rows: hash over the row ids of all steps so far, one after the other.
-    num_tokens: supervised tokens seen, all ranks.
+    num_tokens: supervised slots of depth 0 (train.distiller.count_slots) of all steps and ranks:
+        where num_anchors are drawn from a row, no more than those.
     num_skipped: steps left out because a number was not finite.
     num_empty: micro-batches without one supervised token.
     seconds: training time, earlier parts of a resumed run included.
