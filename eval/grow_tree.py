@@ -18,10 +18,9 @@ from data.attention import masked_attention
 from data.cache import TreeNodes
 from data.sampling import sample
 from drafters.base import DecodingDrafter, DraftLaws, Sampling
-from drafters.eagle1 import Eagle1
 from drafters.eagle3 import Eagle3, Eagle3State
 from drafters.layers import Attend
-from drafters.mtp import MTP
+from drafters.p_eagle import PEagle
 from eval.tree import DynamicTree, FixedTree, Tree, TreeSpec, chain, select_nodes
 from eval.tree_inputs import Grown
 from recipes.errors import UserError
@@ -29,7 +28,7 @@ from recipes.errors import UserError
 
 def grows(drafter: DecodingDrafter) -> TypeGuard[Eagle3]:
     """Whether it drafts from its own last state; P-EAGLE, made of the same parts, does not."""
-    return type(drafter) in (Eagle1, Eagle3, MTP)
+    return isinstance(drafter, Eagle3) and not isinstance(drafter, PEagle)
 
 
 def check_spec(drafter: DecodingDrafter, spec: TreeSpec, sampling: Sampling) -> None:

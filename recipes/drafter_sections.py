@@ -319,3 +319,23 @@ DrafterSection: TypeAlias = (
     | SmallLMSection
     | PardSection
 )
+
+
+def check_num_steps(section: DrafterSection, num_steps: int) -> None:
+    """Raises ValueError where loss.num_steps would leave untrained what the drafter drafts with."""
+    if section.method == "medusa" and num_steps != section.num_heads:
+        raise ValueError(
+            f"loss.num_steps={num_steps}, but drafter.num_heads={section.num_heads}: each head "
+            f"learns one step; set loss.num_steps: {section.num_heads}, or as many heads"
+        )
+    if isinstance(section, BlockSection) and num_steps != section.num_drafted:
+        raise ValueError(
+            f"loss.num_steps={num_steps}, but a block of drafter.block_size={section.block_size} "
+            f"drafts {section.num_drafted} tokens, all of which are served; set loss.num_steps: "
+            f"{section.num_drafted}, or another block_size"
+        )
+    if section.method == "small_lm" and num_steps != 1:
+        raise ValueError(
+            f"loss.num_steps={num_steps}, but drafter.method small_lm learns each token once, "
+            "whatever draft it stands in; set loss.num_steps: 1"
+        )

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
 from recipes.data_section import DataSection
-from recipes.drafter_sections import BlockSection, DrafterSection, Eagle3Section
+from recipes.drafter_sections import DrafterSection, Eagle3Section, check_num_steps
 from recipes.errors import UserError
 from recipes.keys import apply_override, describe_errors
 from recipes.lm_sections import LanguageModelSection
@@ -308,39 +308,15 @@ class Recipe(Section):
         return values
 
     @model_validator(mode="after")
-    def _check_medusa(self) -> Self:
-        section, num_steps = self.drafter, self.loss.num_steps
-        if section.method == "medusa" and num_steps != section.num_heads:
-            raise ValueError(
-                f"loss.num_steps={num_steps}, but drafter.num_heads={section.num_heads}: each head "
-                f"learns one step; set loss.num_steps: {section.num_heads}, or as many heads"
-            )
-        if section.method == "medusa" and self.train.activation_checkpointing:
-            raise ValueError(
-                "train.activation_checkpointing: Medusa's heads keep little that could be made "
-                "again; set it to false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_block(self) -> Self:
-        section, num_steps = self.drafter, self.loss.num_steps
-        if isinstance(section, BlockSection) and num_steps != section.num_drafted:
-            raise ValueError(
-                f"loss.num_steps={num_steps}, but a block of drafter.block_size="
-                f"{section.block_size} drafts {section.num_drafted} tokens, all of which are "
-                f"served; set loss.num_steps: {section.num_drafted}, or another block_size"
-            )
+    def _check_steps(self) -> Self:
+        check_num_steps(self.drafter, self.loss.num_steps)
+        if self.drafter.method == "medusa" and self.train.activation_checkpointing:
+            raise ValueError("train.activation_checkpointing: Medusa keeps little; set it to false")
         return self
 
     @model_validator(mode="after")
     def _check_language_model(self) -> Self:
         section, share = self.drafter, self.train.on_policy_share
-        if section.method == "small_lm" and self.loss.num_steps != 1:
-            raise ValueError(
-                f"loss.num_steps={self.loss.num_steps}, but drafter.method small_lm learns each "
-                "token once, whatever draft it stands in; set loss.num_steps: 1"
-            )
         if share and not isinstance(section, LanguageModelSection):
             raise ValueError(
                 f"train.on_policy_share={share}: a drafter of method {section.method} cannot write "

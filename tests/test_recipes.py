@@ -206,7 +206,7 @@ def test_wrong_value_names_key_value_and_what_was_expected(tmp_path, override, m
         (["drafter={method: medusa}"], "num_steps=7, but drafter.num_heads=3: each head learns"),
         (
             ["drafter={method: medusa, num_heads: 7}", "train.activation_checkpointing=true"],
-            "Medusa's heads keep little",
+            "Medusa keeps little; set it to false",
         ),
         *(
             (["drafter={method: small_lm}", "loss.num_steps=1", "train.on_policy_share=0.5", x], m)
