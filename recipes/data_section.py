@@ -40,7 +40,8 @@ class ServerSection(Section):
     api: Literal["completions", "generate", "chat"] = Field(
         default="completions",
         description="completions: token ids in and out (vLLM), exact; generate: the same with "
-        "SGLang's own; chat: any OpenAI-compatible server, answers come as text and tool calls",
+        "SGLang's own; chat: any server of OpenAI's API that takes top_k, min_p and "
+        "repetition_penalty, answers come as text and tool calls",
     )
     api_key_env: str | None = Field(
         default=None, description="environment variable that holds the key; null = none is sent"
@@ -199,6 +200,11 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _check_fit(self) -> Self:
+        if self.chat_template and self.server is not None and self.server.api == "chat":
+            raise ValueError(
+                f"chat_template={self.chat_template}: with server.api: chat a server renders by "
+                "its own; use completions or generate, or set chat_template: null"
+            )
         if self.max_prompt_tokens >= self.max_length:
             raise ValueError(
                 f"max_prompt_tokens={self.max_prompt_tokens} leaves no room for an answer in "

@@ -191,6 +191,10 @@ def test_wrong_value_names_key_value_and_what_was_expected(tmp_path, override, m
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["data.chat_template=a.jinja", "data.server={api: chat, url: 'http://host:8000'}"],
+            "chat_template=a.jinja: with server.api: chat a server renders by its own",
+        ),
         (["eval.lookup_min=5"], "lookup_min=5 is above lookup_max=4"),
         (["data.max_prompt_tokens=2048"], "leaves no room for an answer"),
         (["data.magpie_share=0.5"], "magpie_share"),
