@@ -123,6 +123,7 @@ def test_shipped_table_is_valid_and_shares_its_answers(tmp_path: Path) -> None:
     assert "lookup+eagle3" in table.arms and table.speed.num_draft_tokens == [1, 2]
     assert {recipe.train.max_minutes for recipe in table.arms.values()} == {20.0}
     assert table.arms["eagle3-tv"].loss.name == "tv"
+    assert table.arms["pard-small_lm"].drafter.model == f"{tmp_path}/small_lm/export"
     assert table.arms["eagle3-random"].drafter.init == "random"
 
 

@@ -48,6 +48,8 @@ def read_table(path: Path, minutes: float, folder: Path) -> Table:
     arms = {}
     for name, changes in values["arms"].items():
         fields = merged(merged(merged(values["recipe"], budget), changes), {"name": name})
+        if first := fields.get("drafter", {}).get("model"):  # {runs}/ARM/export, done before
+            fields["drafter"] = fields["drafter"] | {"model": first.format(runs=folder)}
         try:
             arms[name] = Recipe.model_validate(fields)
         except ValidationError as error:
