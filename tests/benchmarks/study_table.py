@@ -47,9 +47,9 @@ def read_table(path: Path, minutes: float, folder: Path) -> Table:
     budget = {"output_dir": str(folder), "train": {"max_minutes": float(minutes)}}
     arms = {}
     for name, changes in values["arms"].items():
-        fields = merged(merged(merged(values["recipe"], budget), changes), {"name": name})
-        if first := fields.get("drafter", {}).get("model"):  # {runs}/ARM/export, done before
-            fields["drafter"] = fields["drafter"] | {"model": first.format(runs=folder)}
+        fields = _from_runs(
+            merged(merged(merged(values["recipe"], budget), changes), {"name": name}), folder
+        )
         try:
             arms[name] = Recipe.model_validate(fields)
         except ValidationError as error:
@@ -64,6 +64,12 @@ def read_table(path: Path, minutes: float, folder: Path) -> Table:
         if unknown := set(names) - arms.keys():
             raise UserError(f"{path}, contrast {question!r}: no arm {', '.join(sorted(unknown))}")
     return Table(arms, heldout, values["contrasts"], speed)
+
+
+def _from_runs(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A drafter.model of {runs}/ARM/export is what that arm, which was run before, exported."""
+    model = fields.get("drafter", {}).get("model")
+    return merged(fields, {"drafter": {"model": model.format(runs=folder)}}) if model else fields
 
 
 def check_shared(arms: Mapping[str, Recipe], where: str) -> None:
