@@ -216,6 +216,7 @@ def test_k_of_a_record_is_what_the_drafter_can_draft(method, most, tmp_path, mon
         tmp_path, drafters=names, temperatures=[0.0], num_draft_tokens=6, max_new_tokens=16
     )
     target = four_layer_target(tmp_path / "target", eos_token_id=[])
+    target.revision = find_revision(plan.recipe.target)  # for which it stands in
     export(make(method, target), target, plan.export)
     monkeypatch.setattr(sweep, "load_target", lambda *_: target)
     points, tasks = sweep.make_points(plan, [1], [6]), [make_task(["one two one", "b"])]
