@@ -127,8 +127,9 @@ class LookupThen(DecodingDrafter):
         tokens_BK = torch.where(hit_B[:, None], found_BK, pad(drafted.tokens_BK, (0, rest)))
         num_B = torch.where(hit_B, found.num_proposed_B.to(device), drafted.num_proposed_B)
         probs_BKV = drafted.probs_BKV
-        if probs_BKV is not None and bool(hit_B.any()):
+        if probs_BKV is not None:
             probs_BKV = pad(probs_BKV, (0, 0, 0, rest))
+        if probs_BKV is not None and bool(hit_B.any()):
             certain = torch.zeros_like(probs_BKV).scatter_(-1, found_BK[..., None], 1.0)
             probs_BKV = torch.where(hit_B[:, None, None], certain, probs_BKV)
         return Proposal(tokens_BK, num_B, probs_BKV)

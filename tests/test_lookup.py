@@ -130,6 +130,26 @@ def both(second_row: list[int], sampled: bool) -> tuple[Proposal, Head]:
     return proposal, head
 
 
+@pytest.mark.parametrize("second_row", [[2, 3, 4, 5], [9, 2, 3, 1]])
+def test_shorter_drafts_of_the_head_are_padded_with_their_laws(second_row):
+    class Short(Head):
+        """Stops after two tokens, whatever is asked for."""
+
+        def propose(self, state, num_draft, *rest):
+            return super().propose(state, 2, *rest)
+
+    drafter = LookupThen(Lookup(2, 3), Short())
+    state = drafter.start([[1], [1]], 64)
+    first = [2, 3, 1, 2] if second_row[0] == 2 else [6, 5, 4, 3]  # a hit, or none in the batch
+    ids_BN = torch.tensor([first, second_row])
+    drafter.observe(state, ids_BN, torch.zeros(2, 4, 8), torch.tensor([4, 4]))
+    proposal = drafter.propose(state, 4, Sampling(1.0, draft_sampled=True), torch.rand(2, 4))
+    assert proposal.tokens_BK[1].tolist() == [7, 7, 0, 0]
+    assert int(proposal.num_proposed_B[1]) == 2
+    assert proposal.probs_BKV.shape == (2, 4, 10)
+    assert proposal.probs_BKV[1, :, 7].tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
 def test_combined_drafter_chooses_row_by_row():
     proposal, head = both([2, 3, 4, 5], sampled=False)
     assert proposal.tokens_BK[0, :3].tolist() == [3, 1, 2]  # lookup hits: three tokens follow
