@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data import embedded
-from data.files import read_json, write_json
+from data.files import read_json, sha256, write_json
 from data.target import Target
 from drafters.base import TrainedDrafter
 from recipes.errors import UserError
@@ -127,8 +127,7 @@ def export_hash(folder: Path) -> str:
 def _hash_of(files: tuple[tuple[Path, int, int], ...]) -> str:
     found = hashlib.sha256()
     for path, _, _ in files:
-        with path.open("rb") as file:
-            found.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+        found.update(path.name.encode() + bytes.fromhex(sha256(path)))
     return found.hexdigest()[:16]
 
 

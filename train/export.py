@@ -133,15 +133,17 @@ def export(args: argparse.Namespace) -> None:
     dtype = args.dtype or wanted["dtype"]
     dtype, results = target.dtype if dtype == "auto" else dtype, args.run / "results"
     facts = CardFacts(names, form, drafter, target, origin, out)
-    if not args.force and is_current(out, source, drafter, form, dtype):
-        write_card(out, facts, read_findings(results, out, facts))
-        print(f"{out}: up to date ({form}, {dtype}); --force exports it again")
-    else:
+    current = not args.force and is_current(out, source, drafter, form, dtype)
+    if not current:
         vllm_format.save(drafter, out, form, DTYPES[dtype], target, origin, results)
         num_params = sum(parameter.numel() for parameter in drafter.parameters())
         size = (out / vllm_format.WEIGHTS).stat().st_size
         sizes = f"{num_params:,} {dtype} weights, {size / 1e6:.1f} MB"
         print(f"{out}: {names.title}, {form} form, {sizes}")
+    findings = read_findings(results, out, facts)
+    if current:
+        write_card(out, facts, findings)
+        print(f"{out}: up to date ({form}, {dtype}); --force exports it again")
     if args.stitch:
         joined = out.with_name(out.name + WITH_TARGET)
         if drafter.method != "mtp":
@@ -150,7 +152,6 @@ def export(args: argparse.Namespace) -> None:
             )
         stitch(target_folder(target.name, target.revision), out, joined)
         print(f"{joined}: the target with its MTP layer")
-    findings = read_findings(results, out, facts)
     print("\n".join(serve_lines(facts, findings).values()))
     if names.engine_note:
         print(names.engine_note)
