@@ -19,6 +19,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -65,11 +66,24 @@ def config_of(model: str, revision: str | None = None) -> dict[str, Any]:
     if model == "embedded:smollm2-135m":
         gguf = _smollm2_gguf()
         return AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name).to_dict()
+    return read_config(model, revision).get_text_config().to_dict()
+
+
+def read_config(
+    model: str, revision: str | None, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """The config in the folder or on the hub that `target.model` stands for.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
     try:
-        config = AutoConfig.from_pretrained(resolve(model), revision=revision)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            resolve(model), revision=revision, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError) as error:
         raise UserError(f"target.model {model!r}: its config cannot be read: {error}") from error
-    return config.get_text_config().to_dict()
+    return config
 
 
 def _smollm2_gguf() -> Path:

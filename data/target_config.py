@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from data import embedded
 from data.cache import KVCache
@@ -96,16 +96,8 @@ def find_revision(section: TargetSection) -> str:
     Raises:
         UserError: no such target, or no config there.
     """
-    path = embedded.resolve(section.model)
-    try:
-        config = AutoConfig.from_pretrained(
-            path, revision=section.revision, trust_remote_code=section.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"target.model {section.model!r}: its config cannot be read: {error}"
-        ) from error
-    return revision_of(path, config)
+    config = embedded.read_config(section.model, section.revision, section.trust_remote_code)
+    return revision_of(embedded.resolve(section.model), config)
 
 
 def revision_of(path: str, config: Any) -> str:
