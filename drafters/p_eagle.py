@@ -13,6 +13,7 @@ own chain; nothing feeds back from one depth to the next, so one pass gives all 
 """
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from data.batch import Batch
 from drafters.anchors import anchors_of, by_stretch, drop_by_depth, supervised_anchors
-from drafters.base import Proposal, Sampling, Slots
+from drafters.base import DecodingDrafter, Proposal, Sampling, Slots
 from drafters.drafting import Draft
 from drafters.eagle3 import Eagle3, Eagle3Config, Eagle3State
 from drafters.layers import Attend
@@ -183,3 +184,11 @@ class PEagle(Eagle3):
         for k in range(num_draft):
             draft.draw(logits_BKD[:, k])
         return draft.proposal()
+
+
+def rolls_out(drafter: DecodingDrafter) -> TypeGuard[Eagle3]:
+    """Whether it drafts step by step from its own last state, as EAGLE-1, EAGLE-3 and MTP do.
+
+    P-EAGLE is made of EAGLE-3's parts and drafts all tokens in one pass.
+    """
+    return isinstance(drafter, Eagle3) and not isinstance(drafter, PEagle)

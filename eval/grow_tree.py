@@ -8,7 +8,7 @@ N = F * C nodes of a level, M nodes of all levels, P nodes (in _Growth: those th
 over so far), D draft vocabulary, H drafter width, V target vocabulary.
 """
 
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +20,10 @@ from data.sampling import sample
 from drafters.base import DecodingDrafter, DraftLaws, Sampling
 from drafters.eagle3 import Eagle3, Eagle3State
 from drafters.layers import Attend
-from drafters.p_eagle import PEagle
+from drafters.p_eagle import rolls_out
 from eval.tree import DynamicTree, FixedTree, Tree, TreeSpec, chain, select_nodes
 from eval.tree_inputs import Grown
 from recipes.errors import UserError
-
-
-def grows(drafter: DecodingDrafter) -> TypeGuard[Eagle3]:
-    """Whether it drafts from its own last state; P-EAGLE, made of the same parts, does not."""
-    return isinstance(drafter, Eagle3) and not isinstance(drafter, PEagle)
 
 
 def check_spec(drafter: DecodingDrafter, spec: TreeSpec, sampling: Sampling) -> None:
@@ -39,7 +34,7 @@ def check_spec(drafter: DecodingDrafter, spec: TreeSpec, sampling: Sampling) -> 
             drafts are not, or the other way round.
     """
     is_chain = isinstance(spec, FixedTree) and set(spec.children) == {1}
-    if not is_chain and not grows(drafter):
+    if not is_chain and not rolls_out(drafter):
         raise UserError(
             f"{type(drafter).__name__} proposes chains, no trees; use eval.verification: token"
         )
@@ -75,7 +70,7 @@ def grow(
         uniforms_BM: in [0, 1), one a guess, used for nothing else.
         seen_BV: bool, the tokens committed so far; given if `sampling.needs_history`.
     """
-    if grows(drafter):
+    if rolls_out(drafter):
         growth = _Growth(drafter, state, spec, sampling, uniforms_BM, seen_BV)
         return growth.grown(root_B, num_levels)
     proposal = drafter.propose(state, num_levels, sampling, uniforms_BM[:, :num_levels], seen_BV)

@@ -16,9 +16,8 @@ from data.target_config import resolve_dtype
 from data.vocab import DraftVocab
 from drafters.anchors import anchors_of
 from drafters.base import Slots, TrainedDrafter
-from drafters.eagle3 import Eagle3
 from drafters.layers import MLP
-from drafters.p_eagle import PEagle
+from drafters.p_eagle import rolls_out
 from drafters.small_lm import SmallLM
 from recipes.schema import LossSection
 from recipes.train_section import TrainSection
@@ -72,7 +71,7 @@ class Distiller(nn.Module):
         if isinstance(drafter, SmallLM):
             drafter.lm.gradient_checkpointing_enable({"use_reentrant": False})
             return
-        if isinstance(drafter, Eagle3) and not isinstance(drafter, PEagle):
+        if rolls_out(drafter):
             drafter.recompute = True
             return
         for module in drafter.modules():

@@ -65,8 +65,11 @@ def with_stored_states(
     parts: Sequence[Part], target: Target, aux_layers: tuple[int, ...], stored_as: str
 ) -> list[Row]:
     """All rows, with the states of these layers where they are stored (else they are computed)."""
-    found = []
+    found: list[Row] = []
     for rows, folder in parts:
+        if not (folder / "states").is_dir():  # data.states: online
+            found += rows
+            continue
         store = StateStore(folder / "states", manifest_of(target, aux_layers, stored_as))
         for row in rows:
             known = row.id in store
