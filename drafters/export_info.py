@@ -65,6 +65,11 @@ class TargetInfo:
             dtype=str(target.dtype).removeprefix("torch."),
         )
 
+    @property
+    def hub_revision(self) -> str | None:
+        """What an engine is to ask the hub for with `path`; None where that is a folder."""
+        return None if Path(self.path).is_dir() else self.revision
+
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:

@@ -1,5 +1,6 @@
 """README.md of an exported folder: the model card, with the results that lie beside the run."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ tau = tokens emitted a round, with the token that the target adds itself; accept
 kept a round, without it (engines give accepted + 1). alpha = mean of sum_v min(p, q)
 over verified positions. speedup = tokens a second over those of the same engine without a drafter.
 K = tokens drafted a round; T = temperature. Prompts of a task are pooled."""
+CERTIFICATE = r"certificate_drafter(_[0-9a-f]{8})?\.json"  # of chains
 HEAD = "| Task | T | K | batch | engine | dtype | tau | accepted | alpha | speedup |"
 
 
@@ -82,7 +84,8 @@ def read_findings(results: Path | None, written: Path, facts: CardFacts) -> Find
     ):
         plan = None
     prediction = plan if plan is not None and ours.items() <= plan.items() else None
-    return Findings(records, of_ours.get("certificate_drafter.json"), plan, prediction)
+    certificates = (v for n, v in of_ours.items() if re.fullmatch(CERTIFICATE, n))
+    return Findings(records, next(certificates, None), plan, prediction)
 
 
 def _is_outdated(file: Path) -> bool:

@@ -9,7 +9,7 @@ from data.files import write_json
 from data.progress import progress
 from eval.certify import NUM_TOKENS, Certificate, certify, num_drawn
 from eval.measure import check_prompts, greedy_check, num_batches, render_all
-from eval.results import Plan, make_drafters, make_identity
+from eval.results import Plan, make_drafters, make_identity, other_export
 from eval.shown_certificate import certificate_file
 from eval.sweep import load_target
 from eval.tasks import Task
@@ -18,7 +18,8 @@ from recipes.errors import UserError
 
 def certificate_path(plan: Plan, name: str) -> Path:
     """File of one of eval.drafters."""
-    return plan.results / certificate_file(name, plan.recipe.eval.verification)
+    other = other_export(plan, name)
+    return plan.results / certificate_file(name, plan.recipe.eval.verification, other)
 
 
 def run_certificates(

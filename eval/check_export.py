@@ -314,14 +314,15 @@ def run_vllm(
     longest = min(MAX_MODEL_LEN, info.max_position_embeddings)
     speculative = {**form.engine, "num_speculative_tokens": num_draft}
     with tempfile.TemporaryDirectory() as name:
-        model = info.path
+        model, revision = info.path, info.hub_revision
         if drafter.method == "mtp":  # served inside its target
-            model = str(Path(name) / "joined")
+            model, revision = str(Path(name) / "joined"), None
             stitch(target_folder(info.name, info.revision), folder, Path(model))
         else:
             speculative["model"] = str(folder.resolve())
         job = {
             "model": model,
+            "revision": revision,
             "speculative_config": speculative,
             "prompts": prompts,
             "max_tokens": min(NUM_TOKENS, longest - PROMPT_LENGTH - num_draft - 1),

@@ -56,11 +56,14 @@ def read_split(path: Path, split: str) -> list[Conversation]:
             "`python data/prepare.py RECIPE`, or name other --tasks"
         )
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    return [
-        Conversation(id=row["id"], messages=row["messages"], source=split)
-        for row in rows
-        if row["split"] == split
-    ]
+    found = []
+    for row in rows:
+        if row["split"] == split:
+            talk = Conversation(id=row["id"], messages=row["messages"], source=split)
+            if "tools" in row:
+                talk["tools"] = row["tools"]
+            found.append(talk)
+    return found
 
 
 def result_path(plan: Plan, name: str, temperature: float) -> Path:
@@ -74,11 +77,17 @@ def result_path(plan: Plan, name: str, temperature: float) -> Path:
     parts: list[Any] = [target.model, settings, section.tasks]
     if target.revision is not None:
         parts.append(target.revision)
-    export = plan.export.absolute()
-    if name not in UNTRAINED and export != plan.run_dir.absolute() / "export":
-        parts.append(str(export))  # several drafters may share a folder of results
+    if (other := other_export(plan, name)) is not None:
+        parts.append(other)
     digest = stable_hash(parts)[:8]
     return plan.results / ("_".join([*words, digest]) + ".json")
+
+
+def other_export(plan: Plan, name: str) -> str | None:
+    """Folder of the drafter where that is not the run's own: several share a folder of results."""
+    export = plan.export.absolute()
+    own = name in UNTRAINED or export == plan.run_dir.absolute() / "export"
+    return None if own else str(export)
 
 
 def template_hash(target: Target) -> str:

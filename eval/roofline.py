@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from data.target import Target
-from drafters.base import TrainedDrafter
+from drafters.base import DecodingDrafter, TrainedDrafter
+from drafters.lookup import LookupThen
 from eval.theory import Costs
 
 
@@ -103,9 +104,15 @@ def weights_read(drafter: TrainedDrafter) -> int:
     return sum(used.values())
 
 
-def drafter_work(drafter: TrainedDrafter, itemsize: int) -> Work:
-    """A pass of a drafter, its short cache left out."""
-    weights = weights_read(drafter)
+def drafter_work(drafter: DecodingDrafter, itemsize: int) -> Work | None:
+    """A pass of a drafter, its short cache left out; None without weights.
+
+    Of lookup in front of a head it is the head's, whose pass a round needs where lookup finds none.
+    """
+    head = drafter.head if isinstance(drafter, LookupThen) else drafter
+    if not isinstance(head, TrainedDrafter):
+        return None
+    weights = weights_read(head)
     return Work(weights * itemsize, 2 * weights)
 
 

@@ -214,11 +214,15 @@ def arm_server(
         yield attach(options.engine, url)
         return
     dtype = make_settings(plan.recipe, 0.0)["dtype"]
-    flags = ["--dtype", dtype, "--no-enable-prefix-caching", *shlex.split(options.flags)]
+    section = plan.recipe.target
+    flags = ["--dtype", dtype, "--no-enable-prefix-caching"]
+    flags += [] if section.revision is None else ["--revision", section.revision]
+    flags += ["--trust-remote-code"] if section.trust_remote_code else []
+    flags += shlex.split(options.flags)
     if arm == "drafter":
         flags += ["--speculative-config", json.dumps(speculative_config(plan))]
         flags += ["--per-request-spec-decode-metrics", "detailed"]
-    model = embedded.resolve(plan.recipe.target.model)
+    model = embedded.resolve(section.model)
     log = plan.results / SERVER_LOG.format(arm=arm)
     with start_vllm(options.command, model, flags, log) as server:
         yield server

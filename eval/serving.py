@@ -195,9 +195,7 @@ def _least_costs(
     bound: roofline.Device,
 ) -> theory.Costs:
     """The costs on the roofline; whether a draft is one pass is told from its measured times."""
-    weights = None
-    if isinstance(drafter, TrainedDrafter):
-        weights = roofline.drafter_work(drafter, target.dtype.itemsize)
+    weights = roofline.drafter_work(drafter, target.dtype.itemsize)
     parallel = costs.draft(MAX_PREDICTED) < PARALLEL * costs.draft(1)
     work = roofline.target_work(target, context)
     return roofline.roofline_costs(bound, work, weights, batch_size, MAX_PREDICTED, parallel)

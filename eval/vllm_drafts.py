@@ -2,10 +2,10 @@
 
     python vllm_drafts.py JOBS.json RESULTS.json
 
-A job is a model, a speculative config or null, prompts as token ids, a number of tokens and a
-longest length. Its result holds the greedy tokens, every draft that was made for every prompt and
-the counters, in float32; or the error. One request runs at a time, in this process: drafts are
-seen where they are made. Engines start one after another.
+A job is a model (of a hub's revision, if it names one), a speculative config or null, prompts as
+token ids, a number of tokens and a longest length. Its result holds the greedy tokens, every draft
+that was made for every prompt and the counters, in float32; or the error. One request runs at a
+time, in this process: drafts are seen where they are made. Engines start one after another.
 """
 
 import functools
@@ -74,6 +74,7 @@ def run(job: dict) -> dict:
     """One engine over all prompts."""
     llm = LLM(
         model=job["model"],
+        revision=job.get("revision"),
         speculative_config=job["speculative_config"],
         dtype="float32",
         max_model_len=job["max_model_len"],

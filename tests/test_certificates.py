@@ -1,6 +1,7 @@
 """Certificates of a run: files and text, from models on disk."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,14 @@ def test_of_trees_the_trained_drafter_alone(plan: Plan, monkeypatch: pytest.Monk
     assert run_certificates(with_eval(tree, greedy_check_prompts=0), [task]) == []
     assert asked == ["drafter"]
     assert certificate_path(tree, "drafter").name == "certificate_drafter_tree.json"
+
+
+def test_certificate_of_another_folder_leaves_that_of_the_run(plan: Plan, tmp_path: Path) -> None:
+    other = plan._replace(export=tmp_path / "other" / "export")
+    mine, theirs = certificate_path(plan, "drafter"), certificate_path(other, "drafter")
+    assert mine.name == "certificate_drafter.json"
+    assert re.fullmatch("certificate_drafter_[0-9a-f]{8}.json", theirs.name)
+    assert certificate_path(other, "lookup") == certificate_path(plan, "lookup")
 
 
 def test_no_prompts_is_a_message(plan: Plan) -> None:

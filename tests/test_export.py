@@ -115,6 +115,11 @@ def test_the_card_tells_of_these_very_weights_alone(tmp_path, export):
     assert "certificate of tau 1.25" in card.read_text()
     assert "Planned: 6 draft tokens, predicted speedup 1.25" in card.read_text()
     assert export_hash(run / "export") == ours
+    beside = run / "results" / "certificate_drafter.json"
+    moved = beside.rename(beside.with_name("certificate_drafter_0123abcd.json"))
+    export(run)  # a certificate by `--drafter` of a folder elsewhere that holds these weights
+    assert "certificate of tau 1.25" in card.read_text()
+    moved.rename(beside)
     with_card = card.read_text()
     export(run, "--force")
     assert card.read_text() == with_card

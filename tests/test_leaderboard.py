@@ -378,6 +378,17 @@ def test_certificate_of_another_target_or_weights_is_not_shown(
     assert (find_certificate(tmp_path / "drafter_T1.json", record) is not None) == shown
 
 
+def test_certificate_of_a_drafter_from_elsewhere_is_found_by_its_weights(tmp_path: Path):
+    record: Any = copy.deepcopy(RECORDS["head-t1.json"])
+    record["identity"]["drafter_hash"] = "w2"
+    for ending, weights in [("", "w1"), ("_0123abcd", "w2")]:
+        whose = {"target": "tiny-target", "drafter_hash": weights}
+        found = CERTIFICATE | {"identity": whose, "passed": weights == "w2"}
+        (tmp_path / f"certificate_drafter{ending}.json").write_text(json.dumps(found))
+    shown = find_certificate(tmp_path / "drafter_T1.json", record)
+    assert shown is not None and shown["verdict"] == "passed"
+
+
 def test_two_exports_of_one_name_are_told_apart_by_their_weights(tmp_path: Path):
     hashes = {"a.json": "0123456789abcdef", "b.json": "fedcba9876543210", "served.json": None}
     for name, weights in hashes.items():

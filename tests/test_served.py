@@ -22,6 +22,7 @@ from eval.report import make_rows
 from eval.results import Plan
 from eval.served import (
     ServeOptions,
+    arm_server,
     bench_served,
     check_options,
     render_task,
@@ -169,6 +170,28 @@ def test_record_of_a_server_started_with_the_export_names_its_weights(
     assert paths[0] == path and len(set(paths)) == 4
     assert json.loads(paths[3].read_text())["settings"]["engine_flags"] == "--enforce-eager"
     assert "--enforce-eager" in flags[-1] and "--enforce-eager" not in flags[-3]
+
+
+def test_a_server_is_started_with_the_targets_revision_and_code(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags: list[list[str]] = []
+
+    @contextmanager
+    def start(_command: str, _model: str, given: list[str], _log: Path) -> Iterator[Server]:
+        flags.append(given)
+        yield Server("vllm", "http://nowhere", "0", "m")
+
+    monkeypatch.setattr("eval.served.start_vllm", start)
+    plan, options = make_plan(run_dir, tmp_path), ServeOptions(engine="vllm", flags="--seed 1")
+    target = plan.recipe.target.model_copy(update={"revision": "v2", "trust_remote_code": True})
+    pinned = plan._replace(recipe=plan.recipe.model_copy(update={"target": target}))
+    for each in (plan, pinned):
+        with arm_server(each, options, "baseline"):
+            pass
+    usual = ["--dtype", "float32", "--no-enable-prefix-caching"]
+    assert flags[0] == [*usual, "--seed", "1"]
+    assert flags[1] == [*usual, "--revision", "v2", "--trust-remote-code", "--seed", "1"]
 
 
 def test_each_concurrency_and_temperature_is_a_record(run_dir, tmp_path):

@@ -11,7 +11,7 @@ from data.target_config import find_revision
 from data.vocab import full_vocab
 from drafters.base import Sampling
 from drafters.export_info import export_hash
-from drafters.lookup import Lookup
+from drafters.lookup import Lookup, LookupThen
 from drafters.methods import build_drafter
 from eval import costs, serving, sweep
 from eval.measure import measure
@@ -349,6 +349,12 @@ def test_roofline_reads_every_weight_that_is_multiplied(method, section, more):
     own = sum(weight.numel() for weight in drafter.parameters())
     assert weights_read(drafter) == own + more
     assert drafter_work(drafter, 2) == (2 * (own + more), 2 * (own + more), 0.0, 0.0)
+
+
+def test_roofline_of_lookup_before_a_head_is_the_heads():
+    head = make("eagle3", four_layer_target())
+    assert drafter_work(LookupThen(Lookup(1, 2), head), 2) == drafter_work(head, 2) is not None
+    assert drafter_work(Lookup(1, 2), 2) is None
 
 
 @pytest.mark.parametrize(

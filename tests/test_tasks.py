@@ -7,6 +7,7 @@ import pytest
 
 from data.benchmarks import BENCHMARKS
 from data.prompt_rows import make_prompt
+from eval.results import read_split
 from eval.tasks import HUMANEVAL_INSTRUCTION, Task, contamination, load_task
 from recipes.errors import UserError
 from recipes.schema import EvalSection
@@ -60,6 +61,17 @@ def test_heldout_takes_the_conversations_without_their_answers() -> None:
     assert task.prompts == [{"id": "7", "messages": messages[:1], "source": "book", "turns": ["B"]}]
     with pytest.raises(UserError, match="heldout has no prompts"):
         load_task("heldout", heldout=[])
+
+
+def test_heldout_offers_the_tools_that_the_conversation_had(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "a"}]
+    row = {"id": "7", "ids": [1, 2], "spans": [[1, 2]], "messages": messages, "split": "heldout"}
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    rows = [row | {"tools": tools}, row | {"id": "8"}, row | {"id": "9", "split": "train"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = load_task("heldout", heldout=read_split(path, "heldout")).prompts
+    assert [(p["id"], p.get("tools")) for p in prompts] == [("7", tools), ("8", None)]
 
 
 def test_heldout_asks_each_conversation_once() -> None:

@@ -330,6 +330,12 @@ def test_p77_head_dim_is_written_and_read(tmp_path):
     assert torch.equal(loaded.lm_head.weight, drafter.lm_head.weight)
 
 
+def test_an_engine_is_told_a_revision_of_the_hub_alone(tmp_path):
+    info = replace(TargetInfo.of(tiny_target()), path="org/name", revision="v2")
+    assert info.hub_revision == "v2"
+    assert replace(info, path=str(tmp_path)).hub_revision is None
+
+
 def test_p78_tied_target_gives_an_untied_head_of_its_own(tmp_path):
     target = tiny_target(tie_word_embeddings=True)
     info = TargetInfo.of(target)
