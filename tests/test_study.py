@@ -21,6 +21,7 @@ from recipes.errors import UserError
 from recipes.schema import TargetSection
 from tests.benchmarks import study, study_numbers, study_plot, study_table, study_text
 from tests.benchmarks.study_heldout import heldout_parts, with_stored_states
+from tests.tiny_targets import tiny_target
 
 TABLE = """
 recipe:
@@ -93,6 +94,7 @@ def trained(name: str, tau: list[float], speedup: list[float] | None) -> dict[st
         "top1_untrained": [[0.05, 0.0, 0.1], [0.0, 0.0, 0.0]],
         "rise": [0.35, 0.3, 0.4],
         "over_ngram": [0.01, -0.1, 0.12],
+        "alpha_over_ngram": [0.02, 0.01, 0.03],
         "curve": curve,
     }
 
@@ -191,14 +193,27 @@ def test_tau_is_compared_prompt_by_prompt() -> None:
 
 
 def test_first_guesses_of_lookup_are_compared_with_the_target() -> None:
+    target = tiny_target()
     ids = torch.tensor([[7, 8, 9, 7, 8, 9, 1]])
     mask = torch.tensor([[False, False, False, True, True, True, True]])
     argmax = torch.tensor([[0, 0, 7, 8, 9, 7, 0]])
+    states = target.forward(ids, None, ())
+    p_SV = target.logits(states.hidden_BSH[0]).softmax(-1)
     batch = Batch(
-        row_ids=["a"], ids_BS=ids, mask_BS=mask, lengths_B=torch.tensor([7]), argmax_BS=argmax
+        row_ids=["a"],
+        ids_BS=ids,
+        mask_BS=mask,
+        lengths_B=torch.tensor([7]),
+        hidden_BSH=states.hidden_BSH,
+        lse_BS=target.logits(states.hidden_BSH).logsumexp(-1),
+        argmax_BS=argmax,
     )
     # Drafts start behind tokens 3, 4 and 5; lookup knows what followed "7 8" and "8 9" before.
-    assert study_numbers._first_guesses(batch, Lookup(2, 4)) == (2.0, 3.0)
+    alpha, hits, num = study_numbers._first_guesses(target, batch, Lookup(2, 4))
+    assert (hits, num) == (2.0, 3.0)
+    assert alpha == pytest.approx(float(p_SV[4, 9] + p_SV[5, 7]), rel=1e-5)
+    # Of five tokens before, none stood twice: no guess anywhere, and no chance to accept one.
+    assert study_numbers._first_guesses(target, batch, Lookup(5, 5)) == (0.0, 0.0, 3.0)
 
 
 def test_learning_curve_is_the_means_of_quarters(tmp_path: Path) -> None:
@@ -262,7 +277,8 @@ def test_tables_say_what_was_not_run() -> None:
     assert (
         "| head | 3.00, 0.10 | -, - | 1.00, 0.30 | 0.00, 0.40 | 0.05 [0.00, 0.10] | "
         "0.35 [0.30, 0.40]: better | 0.01 [-0.10, 0.12]: not apart | "
-        "0.30 [0.30, 0.30]: better |" in lines  # more on each prompt alike
+        "0.02 [0.01, 0.03]: better | 0.30 [0.30, 0.30]: better |"
+        in lines  # more on each prompt alike
     )
     assert "![top-1 agreement against minutes, a panel an arm](curves.svg)" in lines
 
@@ -384,6 +400,7 @@ def test_whole_study_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert after - before == pytest.approx(medusa["rise"][0])
         ngram = found["arms"]["lookup"]["top1"][0][0]
         assert after - ngram == pytest.approx(medusa["over_ngram"][0])
+        assert 0 <= medusa["alpha"][0][0] - medusa["alpha_over_ngram"][0] < 1  # p of its guesses
         assert found["arms"]["lookup"]["num_params"] == 0 < medusa["num_params"]
         text = docs.read_text()
         assert text.startswith("# Study\n") and "| medusa | " in text

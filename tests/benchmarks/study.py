@@ -112,13 +112,15 @@ def measure_training(
         numbers.heldout_sums(recipe, target, vocab, rows, drafter.to(target.device), num_depths)
         for drafter, num_depths in ((before, 1), (after, numbers.num_depths(recipe)))
     )
-    hits = (last.top1_CG, last.counts_CG)
+    hits, ngram_hits = (last.top1_CG, last.counts_CG), (ngram.top1_CG, ngram.counts_CG)
+    alphas, ngram_alphas = (last.alpha_CG, last.counts_CG), (ngram.alpha_CG, ngram.counts_CG)
     return {
-        "alpha": numbers.rates(last.alpha_CG, last.counts_CG),
+        "alpha": numbers.rates(*alphas),
         "top1": numbers.rates(*hits),
         "top1_untrained": numbers.rates(first.top1_CG, first.counts_CG),
         "rise": numbers.gain((first.top1_CG, first.counts_CG), hits),
-        "over_ngram": numbers.gain((ngram.top1_CG, ngram.counts_CG), hits),
+        "over_ngram": numbers.gain(ngram_hits, hits),
+        "alpha_over_ngram": numbers.gain(ngram_alphas, alphas),
         "curve": numbers.learning_curve(recipe.run_dir / "metrics.jsonl"),
     }
 

@@ -73,30 +73,40 @@ def heldout_sums(
 
 @torch.no_grad()
 def heldout_guesses(target: Target, held_out: Sequence[Row], drafter: DecodingDrafter) -> Heldout:
-    """The first guesses of a drafter without weights at the same positions; none is a miss."""
+    """The first guesses of a drafter without weights at the same positions; none is a miss.
+
+    Its q holds one token, so alpha is the probability that the target gives the guess.
+    """
     rows = []
     for i in range(len(held_out)):
         batch = with_states(target, make_batch(held_out, [i], target.pad_id), ())
-        rows.append(_first_guesses(batch, drafter))
-    hits_C1, counts_C1 = (np.array(part)[:, None] for part in zip(*rows, strict=True))
-    return Heldout(hits_C1, hits_C1, counts_C1)
+        rows.append(_first_guesses(target, batch, drafter))
+    return Heldout(*(np.array(part)[:, None] for part in zip(*rows, strict=True)))
 
 
-def _first_guesses(batch: Batch, drafter: DecodingDrafter) -> tuple[float, float]:
-    """How many first guesses are the target's likeliest token, and of how many positions."""
+def _first_guesses(
+    target: Target, batch: Batch, drafter: DecodingDrafter
+) -> tuple[float, float, float]:
+    """Of the first guesses of a row: sum of p, how many are the likeliest token, positions."""
     assert batch.argmax_BS is not None
+    assert batch.hidden_BSH is not None and batch.lse_BS is not None
     ids_1S, argmax_S = batch.ids_BS.cpu(), batch.argmax_BS[0].tolist()
     wanted = set(supervised_slots(batch, 1)[0].tolist())
     state = drafter.start(ids_1S.tolist(), ids_1S.shape[1])
-    one_1, hits = torch.ones(1, dtype=torch.int64), 0
+    one_1, guesses = torch.ones(1, dtype=torch.int64), dict[int, int]()
     for s in range(max(wanted, default=-1) + 1):
         if s:
             drafter.observe(state, ids_1S[:, s : s + 1], torch.zeros(1, 1, 0), one_1)
         if s in wanted:
             proposal = drafter.propose(state, 1, Sampling(), None)
-            guessed = int(proposal.num_proposed_B[0]) > 0
-            hits += guessed and int(proposal.tokens_BK[0, 0]) == argmax_S[s]
-    return float(hits), float(len(wanted))
+            if int(proposal.num_proposed_B[0]) > 0:
+                guesses[s] = int(proposal.tokens_BK[0, 0])
+    hits = sum(guess == argmax_S[s] for s, guess in guesses.items())
+    at_N, token_N = torch.tensor([*guesses.items()], dtype=torch.int64).view(-1, 2).unbind(1)
+    logits_NV = target.logits(batch.hidden_BSH[0, at_N.to(target.device)]).cpu()
+    logit_N = logits_NV.gather(1, token_N[:, None])[:, 0]
+    p_N = (logit_N - batch.lse_BS[0].cpu()[at_N]).exp()
+    return float(p_N.sum()), float(hits), float(len(wanted))
 
 
 def resamples(num_clusters: int) -> Floats:

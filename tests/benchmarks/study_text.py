@@ -69,6 +69,7 @@ def to_markdown(study: Mapping[str, Any], curves: str) -> str:
                 "untrained",
                 "rise over untrained",
                 "over n-gram",
+                "alpha over n-gram",
                 *(f"tau over lookup, {task}" for task in tasks),
             ],
             [_learning(arm, arms, tasks) for arm in trained],
@@ -232,6 +233,7 @@ def _learning(arm: Arm, arms: Mapping[str, Arm], tasks: Sequence[str]) -> list[s
         _bounded(arm["top1_untrained"][0]),
         _judged(arm["rise"]),
         _judged(arm["over_ngram"]),
+        _judged(arm["alpha_over_ngram"]),
         *(
             "not measured"
             if lookup is None
