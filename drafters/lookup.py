@@ -129,7 +129,7 @@ class LookupThen(DecodingDrafter):
         probs_BKV = drafted.probs_BKV
         if probs_BKV is not None:
             probs_BKV = pad(probs_BKV, (0, 0, 0, rest))
-        if probs_BKV is not None and bool(hit_B.any()):
-            certain = torch.zeros_like(probs_BKV).scatter_(-1, found_BK[..., None], 1.0)
-            probs_BKV = torch.where(hit_B[:, None, None], certain, probs_BKV)
+            if bool(hit_B.any()):
+                certain = torch.zeros_like(probs_BKV).scatter_(-1, found_BK[..., None], 1.0)
+                probs_BKV = torch.where(hit_B[:, None, None], certain, probs_BKV)
         return Proposal(tokens_BK, num_B, probs_BKV)
