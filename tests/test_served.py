@@ -134,19 +134,25 @@ def test_record_of_vllm_has_our_counts_and_the_engines_beside_them(run_dir, tmp_
     assert make_rows(validate(record), "x")[0]["engine"] == "vllm 0.32.0"
 
 
-def test_record_of_a_server_started_with_the_export_names_its_weights(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags: list[list[str]] = []
+@pytest.fixture
+def flags(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Of every server that is started; a stub answers in its place."""
+    given_to: list[list[str]] = []
 
     @contextmanager
     def start(_command: str, _model: str, given: list[str], _log: Path) -> Iterator[Server]:
-        flags.append(given)
+        given_to.append(given)
         drafts = "--speculative-config" in given
         with serving(Stub() if drafts else Stub(steps=None)) as url:
             yield attach("vllm", url)
 
     monkeypatch.setattr("eval.served.start_vllm", start)
+    return given_to
+
+
+def test_record_of_a_server_started_with_the_export_names_its_weights(
+    run_dir: Path, tmp_path: Path, flags: list[list[str]]
+) -> None:
     plan, task = make_plan(run_dir, tmp_path), make_task()
     (path,) = bench_served(plan, [task], ServeOptions(engine="vllm"))
     record = json.loads(path.read_text())
@@ -173,16 +179,8 @@ def test_record_of_a_server_started_with_the_export_names_its_weights(
 
 
 def test_a_server_is_started_with_the_targets_revision_and_code(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, tmp_path: Path, flags: list[list[str]]
 ) -> None:
-    flags: list[list[str]] = []
-
-    @contextmanager
-    def start(_command: str, _model: str, given: list[str], _log: Path) -> Iterator[Server]:
-        flags.append(given)
-        yield Server("vllm", "http://nowhere", "0", "m")
-
-    monkeypatch.setattr("eval.served.start_vllm", start)
     plan, options = make_plan(run_dir, tmp_path), ServeOptions(engine="vllm", flags="--seed 1")
     target = plan.recipe.target.model_copy(update={"revision": "v2", "trust_remote_code": True})
     pinned = plan._replace(recipe=plan.recipe.model_copy(update={"target": target}))
