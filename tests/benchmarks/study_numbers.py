@@ -102,10 +102,10 @@ def _first_guesses(
             if int(proposal.num_proposed_B[0]) > 0:
                 guesses[s] = int(proposal.tokens_BK[0, 0])
     hits = sum(guess == argmax_S[s] for s, guess in guesses.items())
-    at_N, token_N = torch.tensor([*guesses.items()], dtype=torch.int64).view(-1, 2).unbind(1)
-    logits_NV = target.logits(batch.hidden_BSH[0, at_N.to(target.device)]).cpu()
-    logit_N = logits_NV.gather(1, token_N[:, None])[:, 0]
-    p_N = (logit_N - batch.lse_BS[0].cpu()[at_N]).exp()
+    pairs_N2 = torch.tensor([*guesses.items()], dtype=torch.int64, device=target.device)
+    at_N, token_N = pairs_N2.view(-1, 2).unbind(1)
+    logits_NN = target.logits(batch.hidden_BSH[0, at_N], target.head_rows(token_N))
+    p_N = (logits_NN.diagonal() - batch.lse_BS[0, at_N]).exp()
     return float(p_N.sum()), float(hits), float(len(wanted))
 
 
